@@ -1,0 +1,7 @@
+"""One file per operation: its formula, its PyTorch reference and, beside it, its kernel."""
+
+from gptile.kernels.linear import ACTIVATIONS
+from gptile.kernels.linear_cross_entropy import IGNORE_INDEX
+from gptile.kernels.ops import Ops
+
+__all__ = ["ACTIVATIONS", "IGNORE_INDEX", "Ops"]
