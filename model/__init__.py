@@ -1,0 +1,1 @@
+"""The network and how text comes out of it."""

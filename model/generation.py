@@ -1,0 +1,338 @@
+"""Prompts to continuations: prefill, then one token a step for every row still running.
+
+The context limit is decided here, in :func:`token_budget`, and nowhere else: prompt and new tokens
+together fit the model's ``n_positions``, or the request is refused before anything is computed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gptile.model.config import GPT2Config
+from gptile.model.errors import UserError
+from gptile.model.gpt2 import GPT2
+from gptile.model.kv_cache import ContextLengthError, KVCache
+from gptile.model.sampling import SamplingBatch, SamplingParams, sample_seeds
+from gptile.model.tokenizer import TextStream, Tokenizer
+
+PREFILL_CHUNK = 512
+"""Prompt tokens a row and forward pass: bounds the memory that a long prompt's activations take."""
+
+Prompt: TypeAlias = str | Sequence[int]
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one sample.
+
+    Attributes:
+        prompt_index, sample_index: whose token it is.
+        id: of the token.
+        logprob: natural log of its probability under the model, before any sampling parameter.
+        text: what the sample's text grew by; may be empty while a character is incomplete or a stop
+            string undecided. Always empty without a tokeniser.
+        finish_reason: None but for a sample's last token: "stop" at an end-of-text id or a stop
+            string, "length" at ``max_new_tokens`` or the end of the context.
+    """
+
+    prompt_index: int
+    sample_index: int
+    id: int
+    logprob: float
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Completion:
+    """One finished sample.
+
+    Attributes:
+        prompt_index, sample_index: which it is.
+        prompt_ids: the prompt as the model saw it.
+        ids: the new tokens; like transformers' they include the one that ended the text.
+        text: of the new tokens, without end-of-text id and stop string; None without a tokeniser.
+        logprobs: one per new token, see :class:`TokenEvent`.
+        finish_reason: "stop" or "length".
+        seed: generates this sample again, as sample 0.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: list[int]
+    ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    finish_reason: FinishReason
+    seed: int
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def n_new_tokens(self) -> int:
+        return len(self.ids)
+
+
+def generate(
+    model: GPT2,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> list[Completion]:
+    """Continue one prompt or several, as one batch; each comes out as if it were alone.
+
+    Args:
+        model: in evaluation mode.
+        prompts: text, token ids, or a list of either. An empty one starts from ``bos_token_id``.
+        params: for all prompts, or one per prompt.
+        tokenizer: needed for text in, text out and stop strings.
+
+    Returns:
+        The samples, by prompt and then by sample.
+
+    Raises:
+        ContextLengthError: if a prompt and its new tokens exceed the context.
+        UserError: for a prompt or parameter that cannot be used.
+    """
+    rows = _build_rows(model.config, prompts, params, tokenizer)
+    for _ in _run(model, rows, _usable_vocab(model.config, tokenizer)):
+        pass
+    return [row.completion() for row in rows]
+
+
+def stream(
+    model: GPT2,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> Iterator[TokenEvent]:
+    """:func:`generate`, token by token: the events of one step come in the order of the rows.
+
+    Bad input raises here, before the first event is asked for.
+    """
+    rows = _build_rows(model.config, prompts, params, tokenizer)
+    return _run(model, rows, _usable_vocab(model.config, tokenizer))
+
+
+def token_budget(n_prompt: int, max_new_tokens: int | None, n_positions: int) -> int:
+    """How many tokens may follow a prompt of ``n_prompt``.
+
+    Raises:
+        ContextLengthError: if that many do not fit, or none does.
+    """
+    room = n_positions - n_prompt
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {n_prompt} tokens and leaves no room in a context of {n_positions}; "
+            "shorten it"
+        )
+    if max_new_tokens is not None and max_new_tokens > room:
+        raise ContextLengthError(
+            f"a prompt of {n_prompt} tokens and {max_new_tokens} new ones exceed the context of "
+            f"{n_positions}; ask for at most {room} or shorten the prompt"
+        )
+    return room if max_new_tokens is None else max_new_tokens
+
+
+@dataclass
+class _Row:
+    """One sample being generated; its index in the batch is its cache slot."""
+
+    prompt_index: int
+    sample_index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    budget: int
+    stop_ids: frozenset[int]
+    text: TextStream | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def push(self, id: int, logprob: float) -> TokenEvent:
+        self.ids.append(id)
+        self.logprobs.append(logprob)
+        piece = ""
+        if id in self.stop_ids:
+            self.finish_reason = "stop"
+        elif self.text is not None:
+            piece = self.text.push(id)
+            if self.text.stopped:
+                self.finish_reason = "stop"
+        if self.finish_reason is None and len(self.ids) == self.budget:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and self.text is not None:
+            piece += self.text.finish()
+        self.pieces.append(piece)
+        return TokenEvent(
+            self.prompt_index, self.sample_index, id, logprob, piece, self.finish_reason
+        )
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            prompt_index=self.prompt_index,
+            sample_index=self.sample_index,
+            prompt_ids=self.prompt,
+            ids=self.ids,
+            text=None if self.text is None else "".join(self.pieces),
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+        )
+
+
+def _build_rows(
+    config: GPT2Config,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    tokenizer: Tokenizer | None,
+) -> list[_Row]:
+    prompt_list = _as_list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        params_list = [params or SamplingParams()] * len(prompt_list)
+    else:
+        params_list = list(params)
+    if len(params_list) != len(prompt_list):
+        raise UserError(f"{len(prompt_list)} prompts but {len(params_list)} sampling parameters")
+    rows = []
+    for index, (prompt, p) in enumerate(zip(prompt_list, params_list, strict=True)):
+        ids = _prompt_ids(prompt, index, config, tokenizer)
+        budget = token_budget(len(ids), p.max_new_tokens, config.n_positions)
+        if p.stop and tokenizer is None:
+            raise UserError("stop strings need a tokeniser")
+        stop_ids = config.eos_token_ids if p.stop_token_ids is None else p.stop_token_ids
+        rows += [
+            _Row(
+                prompt_index=index,
+                sample_index=sample,
+                prompt=ids,
+                params=p,
+                seed=seed,
+                budget=budget,
+                stop_ids=frozenset(stop_ids),
+                text=None if tokenizer is None else TextStream(tokenizer, p.stop),
+            )
+            for sample, seed in enumerate(sample_seeds(p))
+        ]
+    return rows
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts:
+        raise UserError("no prompts given; an empty one is [[]] or ''")
+    if all(isinstance(item, (str, Sequence)) for item in prompts):
+        return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]
+
+
+def _prompt_ids(
+    prompt: Prompt, index: int, config: GPT2Config, tokenizer: Tokenizer | None
+) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError(
+                f"prompt {index} is text and there is no tokeniser for this model; pass token ids"
+            )
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = list(prompt)
+    if not ids:
+        if config.bos_token_id is None:
+            raise UserError(f"prompt {index} is empty and the model has no bos_token_id")
+        ids = [config.bos_token_id]
+    for id in ids:
+        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < config.vocab_size:
+            raise UserError(
+                f"prompt {index}: {id!r} is not a token id of this model (0 to "
+                f"{config.vocab_size - 1})"
+            )
+    return ids
+
+
+def _usable_vocab(config: GPT2Config, tokenizer: Tokenizer | None) -> int:
+    """Ids below this may be generated: rows that only pad the vocabulary have no text."""
+    return config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.n_vocab)
+
+
+@torch.inference_mode()
+def _run(model: GPT2, rows: list[_Row], n_vocab: int) -> Iterator[TokenEvent]:
+    """Fill in the rows, yielding an event per token."""
+    weight = model.wte.weight
+    # The last token of a row is never fed back.
+    max_len = max(len(row.prompt) + row.budget - 1 for row in rows)
+    cache = KVCache(model.config, len(rows), max_len, dtype=weight.dtype, device=weight.device)
+    batch = SamplingBatch.build(
+        [row.params for row in rows],
+        [row.seed for row in rows],
+        [row.prompt for row in rows],
+        n_vocab,
+        weight.device,
+    )
+    logits = _prefill(model, cache, rows)
+    slots = torch.arange(len(rows), device=weight.device)
+    positions = torch.tensor([len(row.prompt) for row in rows], device=weight.device)
+    while rows:
+        ids, logprobs = model.ops.sample(logits[:, :n_vocab], positions=positions, **vars(batch))
+        running = []
+        for index, (row, id, logprob) in enumerate(
+            zip(rows, ids.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if math.isnan(logprob):
+                raise UserError(f"the model's logits are NaN in {weight.dtype}; use float32")
+            yield row.push(id, logprob)
+            if row.finish_reason is None:
+                running.append(index)
+        if batch.seen is not None:
+            batch.seen.scatter_(1, ids.unsqueeze(1), True)
+        if len(running) < len(rows):
+            # Finished rows leave the batch; the others keep their cache slots.
+            rows = [rows[index] for index in running]
+            keep = torch.tensor(running, dtype=torch.int64, device=weight.device)
+            ids, slots, positions, batch = ids[keep], slots[keep], positions[keep], batch.take(keep)
+        if rows:
+            logits = _last_logits(model, ids.unsqueeze(1), cache, slots)
+            positions = positions + 1
+
+
+def _prefill(model: GPT2, cache: KVCache, rows: list[_Row]) -> Tensor:
+    """Compute each prompt once, in chunks; the logits after it, ``[len(rows), V]``."""
+    device = model.wte.weight.device
+    logits: dict[int, Tensor] = {}
+    firsts = [slot for slot, row in enumerate(rows) if row.sample_index == 0]
+    for start in range(0, max(len(row.prompt) for row in rows), PREFILL_CHUNK):
+        slots = [slot for slot in firsts if len(rows[slot].prompt) > start]
+        chunks = [rows[slot].prompt[start : start + PREFILL_CHUNK] for slot in slots]
+        width = max(map(len, chunks))
+        ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
+        lengths = torch.tensor([len(chunk) for chunk in chunks], device=device)
+        last = _last_logits(model, ids, cache, torch.tensor(slots, device=device), lengths)
+        # A row's entry is overwritten until its prompt ends.
+        logits.update(zip(slots, last, strict=True))
+    for slot, row in enumerate(rows):
+        if row.sample_index > 0:
+            first = slot - row.sample_index
+            cache.copy(first, slot)
+            logits[slot] = logits[first]
+    return torch.stack([logits[slot] for slot in range(len(rows))])
+
+
+def _last_logits(
+    model: GPT2, ids: Tensor, cache: KVCache, slots: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    output = model(ids, lengths=lengths, cache=cache, slots=slots, logits_for="last")
+    assert output.logits is not None
+    return output.logits[:, 0]

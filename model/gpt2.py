@@ -1,0 +1,214 @@
+"""GPT-2: a decoder-only transformer with pre-layer normalisation and learned positions.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameters bear Hugging
+Face's names and are stored as ``nn.Linear`` keeps them, ``[out, in]``; `weights/` transposes.
+Modules hold the parameters; the arithmetic is in the model's :class:`~gptile.kernels.Ops`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptile.kernels import Ops
+from gptile.model.config import GPT2Config
+from gptile.model.kv_cache import ContextLengthError, KVCache, KVSpan
+
+
+@dataclass
+class GPT2Output:
+    """What a forward pass returns; what was not asked for is None.
+
+    Attributes:
+        logits: ``[B, n, V]``, for the n positions asked for.
+        loss: scalar mean cross-entropy in nats per target.
+        hidden_states: ``n_layer + 1`` tensors ``[B, T, C]``: the embedding, the output of each
+            block, the last one after the final LayerNorm (transformers' convention).
+    """
+
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+    hidden_states: list[Tensor] | None = None
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention."""
+
+    def __init__(self, config: GPT2Config, ops: Ops, layer: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.layer = layer
+        self.n_head = config.n_head
+        self.scale = config.attention_scale(layer)
+        self.attn_pdrop = config.attn_pdrop
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, cache: KVCache | None, span: KVSpan | None) -> Tensor:
+        qkv = self.ops.linear(x, self.c_attn.weight, self.c_attn.bias)
+        if cache is None or span is None:
+            q, k, v = qkv.unflatten(2, (3, self.n_head, -1)).unbind(2)
+            dropout_p = self.attn_pdrop if self.training else 0.0
+            out = self.ops.attention(q, k, v, self.scale, dropout_p)
+        else:
+            k_cache, v_cache = cache.k[self.layer], cache.v[self.layer]
+            where = (span.slots, span.starts, span.counts)
+            q = self.ops.kv_append(qkv, k_cache, v_cache, *where)
+            out = self.ops.decode_attention(q, k_cache, v_cache, *where, self.scale)
+        return self.ops.linear(out, self.c_proj.weight, self.c_proj.bias)
+
+
+class MLP(nn.Module):
+    """Two linear maps around the activation."""
+
+    def __init__(self, config: GPT2Config, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.activation = config.activation_function
+        self.c_fc = nn.Linear(config.n_embd, config.inner_dim)
+        self.c_proj = nn.Linear(config.inner_dim, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.ops.linear_activation(x, self.c_fc.weight, self.c_fc.bias, self.activation)
+        return self.ops.linear(hidden, self.c_proj.weight, self.c_proj.bias)
+
+
+class Block(nn.Module):
+    """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``, each addition fused with the LayerNorm that
+    follows it. So a block takes and returns the residual stream as a pair: the sum so far and the
+    ``delta`` that the next LayerNorm adds to it."""
+
+    def __init__(self, config: GPT2Config, ops: Ops, layer: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.resid_pdrop = config.resid_pdrop
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, ops, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config, ops)
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None, cache: KVCache | None, span: KVSpan | None
+    ) -> tuple[Tensor, Tensor]:
+        x, h = add_norm(self.ops, x, delta, self.ln_1)
+        delta = F.dropout(self.attn(h, cache, span), self.resid_pdrop, self.training)
+        x, h = add_norm(self.ops, x, delta, self.ln_2)
+        return x, F.dropout(self.mlp(h), self.resid_pdrop, self.training)
+
+
+def add_norm(ops: Ops, x: Tensor, delta: Tensor | None, ln: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """``(x + delta, ln(x + delta))``; before the first block there is no delta."""
+    if delta is None:
+        return x, ops.layer_norm(x, ln.weight, ln.bias, ln.eps)
+    return ops.add_layer_norm(x, delta, ln.weight, ln.bias, ln.eps)
+
+
+class GPT2(nn.Module):
+    """The whole model. ``GPT2(config)`` is initialised as GPT-2 was and in training mode."""
+
+    def __init__(self, config: GPT2Config, ops: Ops | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = ops or Ops.torch()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config, self.ops, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """``[V, C]``: the token embedding itself when tied."""
+        return self.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal weights, zero biases; the two projections into the residual stream are scaled down
+        by ``sqrt(2 * n_layer)``, the number of additions it sees (GPT-2 paper, section 2.3)."""
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif ".ln_" in name or name.startswith("ln_f"):
+                parameter.fill_(1.0)
+            elif name.endswith("c_proj.weight"):
+                parameter.normal_(0.0, std / math.sqrt(2 * self.config.n_layer))
+            else:
+                parameter.normal_(0.0, std)
+
+    def num_parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        logits_for: Literal["all", "last", "none"] | Tensor = "all",
+        lengths: Tensor | None = None,
+        cache: KVCache | None = None,
+        slots: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> GPT2Output:
+        """Run the network.
+
+        Args:
+            ids: ``[B, T]`` token ids; ragged rows are padded on the right with any valid id.
+            targets: ``[B, T]``, what should follow each id: already shifted, IGNORE_INDEX (-100)
+                where there is nothing to predict. Gives ``loss``.
+            logits_for: the positions whose logits to compute: all, the last real one of each row,
+                none, or ``[B, n]`` indices into T.
+            lengths: ``[B]`` number of real tokens of each row; default T.
+            cache: continue the sequences it holds and append the new tokens to it.
+            slots: ``[B]`` distinct cache slots of the rows; default 0, 1, ...
+            output_hidden_states: also return them.
+
+        Raises:
+            ContextLengthError: if a sequence would pass ``n_positions`` or the end of the cache.
+        """
+        n_rows, n_tokens = ids.shape
+        if lengths is None:
+            lengths = torch.full((n_rows,), n_tokens, device=ids.device)
+        positions = torch.arange(n_tokens, device=ids.device)
+        span = None
+        if cache is not None:
+            if slots is None:
+                slots = torch.arange(n_rows, device=ids.device)
+            span = cache.append(slots, lengths)
+            # Padding may point past the end; its position does not matter, only that it exists.
+            last = self.config.n_positions - 1
+            positions = (span.starts.unsqueeze(1) + positions).clamp(max=last)
+        elif n_tokens > self.config.n_positions:
+            raise ContextLengthError(
+                f"{n_tokens} tokens exceed the context of {self.config.n_positions}"
+            )
+
+        x = self.ops.embedding(ids, positions, self.wte.weight, self.wpe.weight)
+        x = F.dropout(x, self.config.embd_pdrop, self.training)
+        delta: Tensor | None = None
+        hidden_states: list[Tensor] = []
+        for block in self.h:
+            if output_hidden_states:
+                hidden_states.append(x if delta is None else x + delta)
+            x, delta = block(x, delta, cache, span)
+        _, x = add_norm(self.ops, x, delta, self.ln_f)
+        if output_hidden_states:
+            hidden_states.append(x)
+
+        output = GPT2Output(hidden_states=hidden_states if output_hidden_states else None)
+        if targets is not None:
+            output.loss = self.ops.linear_cross_entropy(x, self.head_weight, targets)
+        if isinstance(logits_for, Tensor):
+            x = x.take_along_dim(logits_for.unsqueeze(-1), dim=1)
+        elif logits_for == "last":
+            x = x.take_along_dim((lengths.long() - 1).view(-1, 1, 1), dim=1)
+        elif logits_for == "none":
+            return output
+        output.logits = self.ops.linear(x, self.head_weight)
+        return output

@@ -1,0 +1,147 @@
+"""How a continuation is chosen: the parameters of one request, and of a batch of them."""
+
+import math
+import secrets
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptile.kernels.sampling import philox4x32
+from gptile.model.errors import UserError
+
+SEED_LIMIT = 2**63
+"""Seeds are below this."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request, with the names and the meaning of transformers' ``generate``.
+
+    Attributes:
+        max_new_tokens: how many tokens at most; None for as many as the context has room for.
+        temperature: divides the logits; 0 takes the likeliest token each time (greedy).
+        top_k: keep the k likeliest tokens; 0, or more than there are, keeps all.
+        top_p: keep the smallest set of tokens with at least this probability; 1 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest; 0 keeps all.
+        repetition_penalty: above 1 makes tokens already in the prompt or the text less likely.
+        seed: makes the text reproducible, whatever else is in the batch; None draws one.
+        n: how many samples of the prompt; sample 0 is what ``n=1`` gives.
+        stop: the text ends before the first of these strings that it would contain.
+        stop_token_ids: ids that end the text; None for the model's end-of-text ids.
+
+    Raises:
+        UserError: for a value out of range, naming it.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if self.stop_token_ids is not None:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_new_tokens is not None:
+            _check(_is_int(self.max_new_tokens, 1), "max_new_tokens", "at least 1", self)
+        finite = _in_range(self.temperature, 0, math.inf) and self.temperature < math.inf
+        _check(finite, "temperature", "0 or a positive number", self)
+        _check(_is_int(self.top_k, 0), "top_k", "0 (off) or a positive whole number", self)
+        _check(_in_range(self.top_p, 0, 1), "top_p", "between 0 and 1", self)
+        _check(_in_range(self.min_p, 0, 1), "min_p", "between 0 and 1", self)
+        penalty = self.repetition_penalty
+        positive = _in_range(penalty, 0, math.inf) and 0 < penalty < math.inf
+        _check(positive, "repetition_penalty", "a positive number", self)
+        _check(_is_int(self.n, 1), "n", "at least 1", self)
+        if self.seed is not None:
+            ok = _is_int(self.seed, 0) and self.seed < SEED_LIMIT
+            _check(ok, "seed", "between 0 and 2^63 - 1", self)
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self)
+
+
+def sample_seeds(params: SamplingParams) -> list[int]:
+    """A seed for each of the request's samples: the first is the request's own (or a fresh one)."""
+    seed = secrets.randbelow(SEED_LIMIT) if params.seed is None else params.seed
+    index = torch.arange(params.n)
+    zero, one = torch.zeros_like(index), torch.ones_like(index)
+    # Counters with a one in the last word are no draw's counters (see kernels/sampling.py).
+    key = (one * (seed & 0xFFFFFFFF), one * (seed >> 32))
+    low, high, *_ = philox4x32((index, zero, zero, one), key)
+    derived = ((high & 0x7FFFFFFF) << 32) | low
+    return [seed, *derived.tolist()[1:]]
+
+
+@dataclass
+class SamplingBatch:
+    """The parameters of the rows of a batch as tensors, ``[B]`` each, for the ``sample`` operation.
+
+    Attributes:
+        seen: ``[B, V]`` bool, the tokens of each row so far; None if no row has a penalty.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    seeds: Tensor
+    seen: Tensor | None = None
+
+    @classmethod
+    def build(
+        cls,
+        params: list[SamplingParams],
+        seeds: list[int],
+        prompts: list[list[int]],
+        n_vocab: int,
+        device: torch.device,
+    ) -> "SamplingBatch":
+        """One row for each of the parallel lists."""
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
+
+        seen = None
+        if any(p.repetition_penalty != 1 for p in params):
+            seen = torch.zeros(len(params), n_vocab, dtype=torch.bool, device=device)
+            for row, prompt in enumerate(prompts):
+                ids = torch.tensor(prompt, device=device)
+                seen[row, ids[ids < n_vocab]] = True
+        return cls(
+            temperature=column("temperature", torch.float32),
+            # More than all is all, and fits every integer type.
+            top_k=torch.tensor([min(p.top_k, n_vocab) for p in params], device=device),
+            top_p=column("top_p", torch.float64),
+            min_p=column("min_p", torch.float32),
+            repetition_penalty=column("repetition_penalty", torch.float32),
+            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            seen=seen,
+        )
+
+    def take(self, rows: Tensor) -> "SamplingBatch":
+        """The batch of some of the rows."""
+        columns = {name: column[rows] for name, column in vars(self).items() if column is not None}
+        return SamplingBatch(**columns)
+
+
+def _check(ok: bool, name: str, what: str, params: SamplingParams) -> None:
+    if not ok:
+        raise UserError(f"{name} must be {what}, got {getattr(params, name)!r}")
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _in_range(value: object, low: float, high: float) -> bool:
+    # False for NaN.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
