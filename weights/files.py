@@ -1,0 +1,173 @@
+"""Find the files of a checkpoint: a local directory, a single file, or a Hugging Face hub id."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from gptile.model.config import read_json_object
+from gptile.model.tokenizer import (
+    MERGES_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    VOCAB_FILE,
+)
+from gptile.weights.errors import CheckpointError
+from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+
+PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DEMO = Path(__file__).parent / "demo"
+"""The checkpoint that ships with the package."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """Where a checkpoint lies.
+
+    Attributes:
+        directory: holds the config and, where there are any, the tokeniser's files.
+        weights: the safetensors files, one or all shards.
+    """
+
+    directory: Path
+    weights: tuple[Path, ...]
+
+
+def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
+    """Resolve ``source``; a hub id is downloaded, only the files needed, into the hub's cache.
+
+    Args:
+        source: a directory, a ``.safetensors`` file beside its ``config.json``, a hub id
+            (``gpt2``, ``owner/name``), or ``demo`` for the one in the package. What exists on disk
+            wins over the hub.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, naming what is missing.
+    """
+    path = Path(source).expanduser()
+    if str(source) == "demo" and not path.exists():
+        path = DEMO
+    if path.exists():
+        if revision is not None:
+            raise CheckpointError(f"{source} is local: a revision applies to hub models only")
+        return _in_directory(path) if path.is_dir() else _single_file(path)
+    if path.suffix in (".safetensors", ".bin", ".pt") or not _HUB_ID.fullmatch(str(source)):
+        raise CheckpointError(f"{source}: no such file or directory")
+    return _on_hub(str(source), revision)
+
+
+def _single_file(path: Path) -> CheckpointFiles:
+    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise CheckpointError(f"{path} is a pickle; run `gptile convert` on it first")
+    _require_config(path.parent)
+    return CheckpointFiles(path.parent, (path,))
+
+
+def _in_directory(directory: Path) -> CheckpointFiles:
+    _require_config(directory)
+    if (directory / WEIGHTS_FILE).exists():
+        return CheckpointFiles(directory, (directory / WEIGHTS_FILE,))
+    if (directory / INDEX_FILE).exists():
+        return CheckpointFiles(directory, _shards(directory / INDEX_FILE))
+    if len(found := sorted(directory.glob("*.safetensors"))) == 1:
+        return CheckpointFiles(directory, tuple(found))
+    if found:
+        raise CheckpointError(f"{directory}: several .safetensors files and no {INDEX_FILE}")
+    if (directory / PICKLE_FILE).exists() or (directory / PICKLE_INDEX_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: the weights are a pickle ({PICKLE_FILE}); run `gptile convert` first"
+        )
+    raise CheckpointError(f"{directory}: no {WEIGHTS_FILE} or {INDEX_FILE}")
+
+
+def _require_config(directory: Path) -> None:
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(f"{directory}: no {CONFIG_FILE}, so not a checkpoint directory")
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names, each once, in order.
+
+    Raises:
+        CheckpointError: if it is no index, or names a file outside its own directory.
+    """
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map")
+    names = list(dict.fromkeys(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
+    return names
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    shards = tuple(index.parent / name for name in shard_names(index))
+    if missing := [shard.name for shard in shards if not shard.exists()]:
+        raise CheckpointError(f"{index.parent}: missing shard {', '.join(missing)}")
+    return shards
+
+
+def _on_hub(repo: str, revision: str | None) -> CheckpointFiles:
+    def download(name: str) -> Path:
+        return Path(hf_hub_download(repo, name, revision=revision))
+
+    def download_if_there(name: str) -> Path | None:
+        try:
+            return download(name)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+    where = f"{repo} on the hub" + (f" at {revision}" if revision else "")
+    try:
+        directory = download(CONFIG_FILE).parent
+        download_if_there(GENERATION_CONFIG_FILE)
+        weights: tuple[Path, ...]
+        if single := download_if_there(WEIGHTS_FILE):
+            weights = (single,)
+        elif index := download_if_there(INDEX_FILE):
+            weights = tuple(download(name) for name in shard_names(index))
+        else:
+            raise CheckpointError(
+                f"{where}: no {WEIGHTS_FILE}; download its {PICKLE_FILE} and run `gptile convert`"
+            )
+        download_if_there(TOKENIZER_CONFIG_FILE)
+        if not (download_if_there(VOCAB_FILE) and download_if_there(MERGES_FILE)):
+            download_if_there(TOKENIZER_FILE)
+    except GatedRepoError:
+        raise CheckpointError(f"{where}: access is gated; accept its terms, set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{repo}: neither a local path nor a model on the hub (private ones need HF_TOKEN)"
+        ) from None
+    except RevisionNotFoundError:
+        raise CheckpointError(f"{where}: no such revision") from None
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{repo}: not a local path, not in the hub cache, and the hub cannot be reached; "
+            "check the name, the network and HF_HUB_OFFLINE, or pass a local directory"
+        ) from None
+    except EntryNotFoundError as error:
+        raise CheckpointError(f"{where}: a file is missing ({_first_line(error)})") from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(f"{where}: {_first_line(error)}") from None
+    return CheckpointFiles(directory, weights)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,44 @@
+"""How checkpoints name and lay out GPT-2's tensors, and how we do."""
+
+import re
+
+# Wrappers of torch.compile, (D)DP and DeepSpeed, FSDP, and activation checkpointing: they insert
+# their name anywhere in a path.
+_WRAPPERS = {
+    "_orig_mod",
+    "module",
+    "_forward_module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+# Attributes under which checkpoints hold the trunk; only at the start of a path.
+_ROOTS = {"transformer", "model"}
+# Causal masks that old versions of transformers (and nanoGPT) saved as buffers.
+_MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+# Hugging Face's Conv1D keeps the weights of these four maps as [in, out].
+_CONV1D = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+
+HEAD, TOKEN_EMBEDDING = "lm_head.weight", "wte.weight"
+
+
+def canonical_name(name: str) -> str:
+    """Our parameter name for a checkpoint's key: wrappers and the trunk's prefix dropped."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _ROOTS:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def is_mask_buffer(name: str) -> bool:
+    """Whether a canonical name is a stored causal mask, which carries no information."""
+    return _MASK_BUFFER.fullmatch(name) is not None
+
+
+def is_conv1d(name: str) -> bool:
+    """Whether Hugging Face stores this parameter transposed to ours."""
+    return _CONV1D.fullmatch(name) is not None
+
+
+def hugging_face_name(name: str) -> str:
+    """The key GPT2LMHeadModel saves this parameter under."""
+    return name if name == HEAD else f"transformer.{name}"
