@@ -1,0 +1,205 @@
+"""The training loop."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from gptile.kernels import IGNORE_INDEX
+from gptile.model.errors import UserError
+from gptile.model.gpt2 import GPT2
+from gptile.model.tokenizer import TOKENIZER_FILES, Tokenizer
+from gptile.train.checkpoint import TrainState, load_optimizer, load_state, save_run
+from gptile.train.config import TrainConfig
+from gptile.train.data import (
+    END_OF_TEXT,
+    Dataset,
+    encode_dataset,
+    read_text,
+    split_text,
+    step_seed,
+    train_tokenizer,
+    training_batch,
+    validation_batches,
+)
+from gptile.train.optimizer import build_optimizer, learning_rate
+from gptile.weights import open_checkpoint, save_checkpoint
+
+TOKENIZER, LAST, BEST, LOG_FILE = "tokenizer", "last", "best", "log.jsonl"
+
+
+def train(
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    *,
+    tokenizer_from: Path | None = None,
+    resume: bool = False,
+    stop_at: int | None = None,
+    device: torch.device | str = "cpu",
+) -> TrainState:
+    """Train a GPT-2 on a text file.
+
+    ``out`` then holds ``best/``, the Hugging Face directory with the lowest validation loss;
+    ``last/``, the newest state, from which ``resume`` continues bit for bit (on the CPU, with the
+    same number of threads); ``tokenizer/``; and ``log.jsonl``, a record per validation.
+
+    Args:
+        data: UTF-8 text.
+        out: directory of the run; new or empty unless resuming.
+        config: of the run; a resumed run must have the one it began with.
+        tokenizer_from: directory with a tokeniser to use; by default one is trained on the
+            training part of the text.
+        resume: continue the run in ``out``.
+        stop_at: end early, after this step, as if interrupted.
+        device: where to train.
+
+    Raises:
+        UserError: for bad data or a run that cannot be resumed.
+    """
+    text = read_text(data)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if resume:
+        state = load_state(out / LAST)
+        _check_same_run(state, config, digest)
+        model = open_checkpoint(out / LAST).load_model(device=device)
+        optimizer = build_optimizer(model, config)
+        load_optimizer(out / LAST, model, optimizer)
+        tokenizer = Tokenizer.from_directory(out / TOKENIZER)
+    else:
+        state = TrainState(config, digest)
+        tokenizer = _make_tokenizer(out, text, config, tokenizer_from)
+        model = _new_model(tokenizer, config).to(device)
+        optimizer = build_optimizer(model, config)
+    dataset = encode_dataset(text, tokenizer, config)
+
+    console = Console(stderr=True)
+    console.print(
+        f"{model.num_parameters():,} parameters, {len(dataset.train):,} training and "
+        f"{len(dataset.val):,} validation tokens of a vocabulary of {tokenizer.n_vocab:,}"
+    )
+    last_step = min(config.steps, stop_at or config.steps)
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=config.steps, completed=state.step)
+        losses: list[Tensor] = []
+        started = time.perf_counter()
+        while state.step < last_step:
+            losses.append(_train_step(model, optimizer, dataset.train, config, state.step))
+            state.step += 1
+            progress.update(bar, advance=1)
+            if state.step % config.eval_interval == 0 or state.step == last_step:
+                record = _evaluate(model, dataset, state, losses, time.perf_counter() - started)
+                if improved := record["val_loss"] < state.best_val_loss:
+                    state.best_val_loss = record["val_loss"]
+                    save_checkpoint(
+                        model, out / BEST, tokenizer_from=out / TOKENIZER, overwrite=True
+                    )
+                save_run(out / LAST, model, optimizer, state, out / TOKENIZER)
+                progress.console.print(
+                    f"step {record['step']:>6}  train {record['train_loss']:.4f}  "
+                    f"val {record['val_loss']:.4f}  {record['val_bits_per_byte']:.4f} bits/byte"
+                    + ("  best" if improved else "")
+                )
+                (out / LOG_FILE).write_text("".join(json.dumps(r) + "\n" for r in state.log))
+                losses, started = [], time.perf_counter()
+    return state
+
+
+def _make_tokenizer(
+    out: Path, text: str, config: TrainConfig, tokenizer_from: Path | None
+) -> Tokenizer:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; resume it, or choose another path")
+    if tokenizer_from is not None:
+        Tokenizer.from_directory(tokenizer_from)  # a bad one is refused before anything is made
+    directory = out / TOKENIZER
+    directory.mkdir(parents=True)
+    if tokenizer_from is None:
+        train_tokenizer(split_text(text, config.val_fraction)[0], config.vocab_size, directory)
+    else:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).exists():
+                shutil.copyfile(tokenizer_from / name, directory / name)
+    return Tokenizer.from_directory(directory)
+
+
+def _new_model(tokenizer: Tokenizer, config: TrainConfig) -> GPT2:
+    torch.manual_seed(config.seed)
+    return GPT2(
+        config.model_config(
+            vocab_size=tokenizer.n_vocab,
+            # An empty prompt starts a line: training on one text never teaches <|endoftext|>.
+            bos_token_id=tokenizer.encode("\n")[0],
+            eos_token_id=tokenizer.special_tokens.get(END_OF_TEXT),
+        )
+    )
+
+
+def _train_step(
+    model: GPT2, optimizer: torch.optim.Optimizer, ids: Tensor, config: TrainConfig, step: int
+) -> Tensor:
+    model.train()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config)
+    device = model.wte.weight.device
+    inputs, targets = (part.to(device) for part in training_batch(ids, config, step))
+    torch.manual_seed(step_seed(config.seed, step))  # dropout
+    loss = model(inputs, targets, logits_for="none").loss
+    if not torch.isfinite(loss):
+        raise UserError(f"the loss is {float(loss)} at step {step}; lower the learning rate")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    if config.grad_clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    optimizer.step()
+    return loss.detach()
+
+
+def _evaluate(
+    model: GPT2, dataset: Dataset, state: TrainState, losses: list[Tensor], seconds: float
+) -> dict[str, Any]:
+    """Validate and add a record to the state's log; ``seconds`` is the training time since the
+    last one."""
+    loss = validation_loss(model, dataset.val, state.config)
+    bits_per_byte = loss * (len(dataset.val) - 1) / dataset.val_bytes / math.log(2)
+    record = {
+        "step": state.step,
+        "train_loss": round(float(torch.stack(losses).mean()), 6),
+        "val_loss": round(loss, 6),
+        "val_bits_per_byte": round(bits_per_byte, 6),
+        "learning_rate": learning_rate(state.step - 1, state.config),
+        "seconds": round(seconds, 1),
+    }
+    state.log.append(record)
+    return record
+
+
+@torch.inference_mode()
+def validation_loss(model: GPT2, ids: Tensor, config: TrainConfig) -> float:
+    """Mean loss over every id but the first, in nats per token, without dropout."""
+    model.eval()
+    device = model.wte.weight.device
+    total = 0.0
+    for inputs, targets in validation_batches(ids, config):
+        loss = model(inputs.to(device), targets.to(device), logits_for="none").loss
+        total += float(loss) * int((targets != IGNORE_INDEX).sum())
+    return total / (len(ids) - 1)
+
+
+def _check_same_run(state: TrainState, config: TrainConfig, digest: str) -> None:
+    if state.data_sha256 != digest:
+        raise UserError("cannot resume: the data file is not the one the run began with")
+    old, new = dataclasses.asdict(state.config), dataclasses.asdict(config)
+    if changed := [name for name in old if old[name] != new[name]]:
+        listed = ", ".join(f"{name} was {old[name]}, now {new[name]}" for name in changed)
+        raise UserError(f"cannot resume: {listed}")
