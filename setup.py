@@ -39,6 +39,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.12",
             "mypy>=1.15",
+            "types-psutil>=6",
         ],
     },
     entry_points={"console_scripts": ["gptile = gptile.cli:main"]},

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from gptile.kernels import IGNORE_INDEX
+from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.model.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -136,8 +137,15 @@ def _make_tokenizer(
 def _new_model(tokenizer: Tokenizer, config: TrainConfig) -> GPT2:
     torch.manual_seed(config.seed)
     return GPT2(
-        config.model_config(
+        GPT2Config(
             vocab_size=tokenizer.n_vocab,
+            n_positions=config.block_size,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            resid_pdrop=config.dropout,
             # An empty prompt starts a line: training on one text never teaches <|endoftext|>.
             bos_token_id=tokenizer.encode("\n")[0],
             eos_token_id=tokenizer.special_tokens.get(END_OF_TEXT),

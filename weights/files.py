@@ -4,13 +4,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -26,6 +27,7 @@ from gptile.weights.errors import CheckpointError
 from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO = Path(__file__).parent / "demo"
 """The checkpoint that ships with the package."""
 
@@ -60,17 +62,17 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     path = Path(source).expanduser()
     if str(source) == "demo" and not path.exists():
         path = DEMO
-    if path.exists():
+    if path.exists() or path == DEMO:
         if revision is not None:
             raise CheckpointError(f"{source} is local: a revision applies to hub models only")
-        return _in_directory(path) if path.is_dir() else _single_file(path)
-    if path.suffix in (".safetensors", ".bin", ".pt") or not _HUB_ID.fullmatch(str(source)):
+        return _single_file(path) if path.is_file() else _in_directory(path)
+    if path.suffix in (".safetensors", *PICKLE_SUFFIXES) or not _HUB_ID.fullmatch(str(source)):
         raise CheckpointError(f"{source}: no such file or directory")
     return _on_hub(str(source), revision)
 
 
 def _single_file(path: Path) -> CheckpointFiles:
-    if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+    if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path} is a pickle; run `gptile convert` on it first")
     _require_config(path.parent)
     return CheckpointFiles(path.parent, (path,))
@@ -81,7 +83,7 @@ def _in_directory(directory: Path) -> CheckpointFiles:
     if (directory / WEIGHTS_FILE).exists():
         return CheckpointFiles(directory, (directory / WEIGHTS_FILE,))
     if (directory / INDEX_FILE).exists():
-        return CheckpointFiles(directory, _shards(directory / INDEX_FILE))
+        return CheckpointFiles(directory, shard_paths(directory / INDEX_FILE))
     if len(found := sorted(directory.glob("*.safetensors"))) == 1:
         return CheckpointFiles(directory, tuple(found))
     if found:
@@ -114,7 +116,12 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def shard_paths(index: Path) -> tuple[Path, ...]:
+    """The local files that an index names.
+
+    Raises:
+        CheckpointError: if one is missing.
+    """
     shards = tuple(index.parent / name for name in shard_names(index))
     if missing := [shard.name for shard in shards if not shard.exists()]:
         raise CheckpointError(f"{index.parent}: missing shard {', '.join(missing)}")
@@ -122,33 +129,30 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _on_hub(repo: str, revision: str | None) -> CheckpointFiles:
-    def download(name: str) -> Path:
-        return Path(hf_hub_download(repo, name, revision=revision))
-
-    def download_if_there(name: str) -> Path | None:
-        try:
-            return download(name)
-        except LocalEntryNotFoundError:
-            raise
-        except EntryNotFoundError:
-            return None
-
     where = f"{repo} on the hub" + (f" at {revision}" if revision else "")
     try:
+        listing = HfApi().model_info(repo, revision=revision)
+        present = {file.rfilename for file in listing.siblings or ()}
+
+        def download(name: str) -> Path:
+            return Path(hf_hub_download(repo, name, revision=listing.sha))
+
+        if CONFIG_FILE not in present:
+            raise CheckpointError(f"{where}: no {CONFIG_FILE}, so not a model of transformers")
         directory = download(CONFIG_FILE).parent
-        download_if_there(GENERATION_CONFIG_FILE)
-        weights: tuple[Path, ...]
-        if single := download_if_there(WEIGHTS_FILE):
-            weights = (single,)
-        elif index := download_if_there(INDEX_FILE):
-            weights = tuple(download(name) for name in shard_names(index))
+        if WEIGHTS_FILE in present:
+            weights = [WEIGHTS_FILE]
+        elif INDEX_FILE in present:
+            weights = shard_names(download(INDEX_FILE))
         else:
             raise CheckpointError(
                 f"{where}: no {WEIGHTS_FILE}; download its {PICKLE_FILE} and run `gptile convert`"
             )
-        download_if_there(TOKENIZER_CONFIG_FILE)
-        if not (download_if_there(VOCAB_FILE) and download_if_there(MERGES_FILE)):
-            download_if_there(TOKENIZER_FILE)
+        vocabulary = {VOCAB_FILE, MERGES_FILE}
+        tokenizer = vocabulary if vocabulary <= present else {TOKENIZER_FILE}
+        optional = {GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, *tokenizer} & present
+        for name in (*sorted(optional), *weights):
+            download(name)
     except GatedRepoError:
         raise CheckpointError(f"{where}: access is gated; accept its terms, set HF_TOKEN") from None
     except RepositoryNotFoundError:
@@ -157,16 +161,24 @@ def _on_hub(repo: str, revision: str | None) -> CheckpointFiles:
         ) from None
     except RevisionNotFoundError:
         raise CheckpointError(f"{where}: no such revision") from None
-    except LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{repo}: not a local path, not in the hub cache, and the hub cannot be reached; "
-            "check the name, the network and HF_HUB_OFFLINE, or pass a local directory"
-        ) from None
     except EntryNotFoundError as error:
         raise CheckpointError(f"{where}: a file is missing ({_first_line(error)})") from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(f"{where}: {_first_line(error)}") from None
-    return CheckpointFiles(directory, weights)
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo}: {_first_line(error)}") from None
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        return _in_hub_cache(repo, revision, _first_line(error))
+    return _in_directory(directory)
+
+
+def _in_hub_cache(repo: str, revision: str | None, why: str) -> CheckpointFiles:
+    try:
+        config = hf_hub_download(repo, CONFIG_FILE, revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise CheckpointError(
+            f"{repo}: not a local path, not in the hub cache, and the hub cannot be reached "
+            f"({why}); check the name and the network, or pass a local directory"
+        ) from None
+    return _in_directory(Path(config).parent)
 
 
 def _first_line(error: Exception) -> str:

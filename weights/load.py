@@ -2,7 +2,10 @@
 shape before the first byte of weights is read."""
 
 import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +25,66 @@ from gptile.weights.names import (
     is_conv1d,
     is_mask_buffer,
 )
-from gptile.weights.safetensors_file import open_safetensors
+from gptile.weights.safetensors_file import FLOAT_DTYPES, open_safetensors
 from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 4
+"""How many tensors of a kind an error names."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint, not yet read."""
+    """One tensor of a checkpoint, as stored; its values are read when asked for.
+
+    Attributes:
+        key: its name in the file.
+        file: where it is.
+        dtype: a safetensors name, such as "F32".
+    """
 
     key: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    read: Callable[[], Tensor]
 
-    def read(self) -> Tensor:
-        with open_safetensors(self.file) as file:
-            return file.get_tensor(self.key)
+
+def build_model(
+    config: GPT2Config,
+    stored: Mapping[str, StoredTensor],
+    *,
+    conv1d: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+) -> GPT2:
+    """A model in evaluation mode with its weights. Peak memory: the parameters plus one tensor.
+
+    Args:
+        config: of the network.
+        stored: tensors by canonical name.
+        conv1d: whether the four Conv1D weights are stored ``[in, out]``, as Hugging Face does.
+        dtype: of the parameters.
+        device: of the parameters.
+        ops: default the PyTorch reference.
+
+    Raises:
+        CheckpointError: naming each tensor that is missing, unknown, misshapen or not a float.
+    """
+    shapes = check_tensors(config, stored, conv1d=conv1d)
+    if config.tie_word_embeddings and HEAD in stored:
+        _check_tied(stored[HEAD], stored[TOKEN_EMBEDDING])
+    state: dict[str, Tensor] = {}
+    # Largest first: its temporary copy is gone before the rest of the parameters are resident.
+    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
+        state[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+        tensor = stored[name].read()
+        state[name].copy_(tensor.t() if conv1d and is_conv1d(name) else tensor)
+        del tensor
+    with torch.device("meta"):
+        model = GPT2(config, ops)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -57,29 +101,10 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         ops: Ops | None = None,
     ) -> GPT2:
-        """The model with its weights, in evaluation mode.
-
-        Peak memory is the parameters plus one tensor.
-
-        Raises:
-            CheckpointError: naming each tensor that is missing, unknown, misshapen or not a float.
-        """
-        stored = self.stored_tensors()
-        with torch.device("meta"):
-            model = GPT2(self.config, ops)
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        _check(stored, shapes, self.files.directory)
-        if self.config.tie_word_embeddings and (head := stored.pop(HEAD, None)):
-            _check_tied(head, stored[TOKEN_EMBEDDING])
-        state: dict[str, Tensor] = {}
-        # Largest first: its temporary copy is gone before the rest of the parameters are resident.
-        for name in sorted(shapes, key=lambda n: -torch.Size(shapes[n]).numel()):
-            tensor = stored[name].read()
-            state[name] = torch.empty(shapes[name], dtype=dtype, device=device)
-            state[name].copy_(tensor.t() if is_conv1d(name) else tensor)
-            del tensor
-        model.load_state_dict(state, assign=True)
-        return model.eval()
+        """The model; see :func:`build_model`."""
+        return build_model(
+            self.config, self.stored_tensors(), conv1d=True, dtype=dtype, device=device, ops=ops
+        )
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokeniser in the checkpoint's directory.
@@ -94,17 +119,40 @@ class Checkpoint:
         found: dict[str, StoredTensor] = {}
         for path in self.files.weights:
             with open_safetensors(path) as file:
-                for key in file.keys():  # noqa: SIM118 (not a mapping)
-                    name = canonical_name(key)
-                    if is_mask_buffer(name):
-                        continue
-                    if name in found:
-                        raise CheckpointError(
-                            f"{path}: {key} and {found[name].key} are the same parameter"
-                        )
-                    view = file.get_slice(key)
-                    found[name] = StoredTensor(key, path, tuple(view.get_shape()), view.get_dtype())
+                views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            for key, view in views.items():
+                add_tensor(
+                    found,
+                    StoredTensor(
+                        key,
+                        path,
+                        tuple(view.get_shape()),
+                        view.get_dtype(),
+                        partial(_read_tensor, path, key),
+                    ),
+                )
         return found
+
+
+def _read_tensor(path: Path, key: str) -> Tensor:
+    with open_safetensors(path) as file:
+        return file.get_tensor(key)
+
+
+def add_tensor(found: dict[str, StoredTensor], tensor: StoredTensor) -> None:
+    """File a tensor under its canonical name, unless it is a stored causal mask.
+
+    Raises:
+        CheckpointError: if another key is the same parameter.
+    """
+    name = canonical_name(tensor.key)
+    if is_mask_buffer(name):
+        return
+    if name in found:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.key} and {found[name].key} are the same parameter"
+        )
+    found[name] = tensor
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
@@ -141,7 +189,7 @@ def load(
         >>> model, tokenizer = load("gpt2", device="cuda", dtype=torch.bfloat16)
 
     Raises:
-        UserError: see :func:`open_checkpoint` and :meth:`Checkpoint.load_model`.
+        UserError: see :func:`open_checkpoint` and :func:`build_model`.
     """
     checkpoint = open_checkpoint(source, revision)
     model = checkpoint.load_model(dtype=dtype, device=device, ops=ops)
@@ -151,31 +199,45 @@ def load(
         return model, None
 
 
-def _check(
-    stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], where: Path
-) -> None:
-    def expected(name: str) -> tuple[int, ...]:
-        return shapes[name][::-1] if is_conv1d(name) else shapes[name]
+def check_tensors(
+    config: GPT2Config, stored: Mapping[str, StoredTensor], *, conv1d: bool
+) -> dict[str, tuple[int, ...]]:
+    """Check that every parameter is stored, in its shape, as a float, and nothing else is.
 
+    A tied head may be stored beside the embedding it is.
+
+    Returns:
+        The shape of every parameter, as the model keeps it.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in GPT2(config).named_parameters()}
+    expected = {
+        name: shape[::-1] if conv1d and is_conv1d(name) else shape for name, shape in shapes.items()
+    }
+    allowed = {HEAD} if config.tie_word_embeddings else set()
     problems = []
-    if missing := [name for name in shapes if name not in stored]:
+    if missing := [name for name in expected if name not in stored]:
         problems.append(f"missing {_some(missing)}")
-    # A tied model may store its head too; `_check_tied` compares it.
-    if unknown := [t.key for n, t in stored.items() if n not in shapes and n != HEAD]:
+    if unknown := [t.key for name, t in stored.items() if name not in expected.keys() | allowed]:
         problems.append(f"unknown {_some(unknown)}")
-    known = {name: tensor for name, tensor in stored.items() if name in shapes}
+    known = [(stored[name], shape) for name, shape in expected.items() if name in stored]
     problems += [
-        f"{tensor.key} is {list(tensor.shape)}, the config makes it {list(expected(name))}"
-        for name, tensor in known.items()
-        if tensor.shape != expected(name)
+        f"{tensor.key} is {list(tensor.shape)} where the config makes it {list(shape)}"
+        for tensor, shape in known
+        if tensor.shape != shape
     ][:_SHOWN]
     problems += [
         f"{tensor.key} is {tensor.dtype}, not a float"
-        for tensor in known.values()
-        if tensor.dtype not in _FLOATS
+        for tensor, _ in known
+        if tensor.dtype not in FLOAT_DTYPES
     ][:_SHOWN]
     if problems:
-        raise CheckpointError(f"{where}: the weights do not fit the config: {'; '.join(problems)}")
+        where = next(iter(stored.values())).file.parent if stored else "the checkpoint"
+        raise CheckpointError(f"{where}: weights do not fit the config: {'; '.join(problems)}")
+    return shapes
 
 
 def _some(names: list[str]) -> str:

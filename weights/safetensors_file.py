@@ -13,13 +13,18 @@ from torch import Tensor
 
 from gptile.weights.errors import CheckpointError
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
 }
+"""The dtypes we read and write, by their safetensors names."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a dtype; PyTorch's where it is not one of ours."""
+    return next((name for name, known in FLOAT_DTYPES.items() if known == dtype), str(dtype))
 
 
 def open_safetensors(path: Path) -> Any:
@@ -74,7 +79,7 @@ def write_safetensors(
         stored = dtype or tensor.dtype
         end = offset + tensor.numel() * stored.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[stored],
+            "dtype": dtype_name(stored),
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

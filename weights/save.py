@@ -64,12 +64,15 @@ def write_model(
             shutil.copyfile(tokenizer_from / name, directory / name)
 
 
-def hugging_face_tensors(model: GPT2) -> dict[str, Tensor]:
-    """Every parameter once, under Hugging Face's name and in its layout; views, not copies."""
-    return {
-        hugging_face_name(name): parameter.detach().t() if is_conv1d(name) else parameter.detach()
-        for name, parameter in model.named_parameters()
-    }
+def hugging_face_tensors(model: GPT2, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Every parameter (or its gradient) once, under Hugging Face's name and in its layout; views,
+    not copies."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        assert tensor is not None, f"{name} has no gradient"
+        tensors[hugging_face_name(name)] = tensor.t() if is_conv1d(name) else tensor
+    return tensors
 
 
 def write_json(path: Path, value: Any) -> None:
