@@ -2,6 +2,8 @@
 
 ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` with the biased variance, as in
 Ba et al. 2016 (https://arxiv.org/abs/1607.06450). Statistics are taken in fp32 for 16-bit inputs.
+PyTorch's CPU kernel computes ``x * rstd - mean * rstd``, which cancels where the mean is thousands
+of times the spread; GPT-2's residual stream is not like that.
 
 Memory bound. For N elements in rows of C: layer_norm reads N and writes N; add_layer_norm reads
 2 N and writes 2 N, where the unfused pair moves 3 N + 2 N.

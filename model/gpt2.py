@@ -210,5 +210,7 @@ class GPT2(nn.Module):
             x = x.take_along_dim((lengths.long() - 1).view(-1, 1, 1), dim=1)
         elif logits_for == "none":
             return output
+        elif logits_for != "all":
+            raise ValueError(f"logits_for is {logits_for!r}, not all, last, none or positions")
         output.logits = self.ops.linear(x, self.head_weight)
         return output
