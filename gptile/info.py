@@ -6,7 +6,7 @@ from typing import Any
 
 from gptile.model.tokenizer import TokenizerError
 from gptile.weights import open_checkpoint
-from gptile.weights.load import check_tensors
+from gptile.weights.checkpoint import check_tensors
 
 
 def describe(model: str, revision: str | None = None) -> dict[str, Any]:

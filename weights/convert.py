@@ -3,6 +3,7 @@ of safetensors. The one place that reads pickle, and only with ``weights_only=Tr
 
 import dataclasses
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from torch import Tensor
 from gptile.model.config import GPT2Config
 from gptile.model.gpt2 import GPT2
 from gptile.model.tokenizer import Tokenizer
+from gptile.weights.checkpoint import StoredTensor, add_tensor, build_model, open_checkpoint
 from gptile.weights.errors import CheckpointError
 from gptile.weights.files import PICKLE_FILE, PICKLE_INDEX_FILE, PICKLE_SUFFIXES, shard_paths
-from gptile.weights.load import StoredTensor, add_tensor, build_model, open_checkpoint
 from gptile.weights.names import HEAD, TOKEN_EMBEDDING
 from gptile.weights.safetensors_file import FLOAT_DTYPES, dtype_name
 from gptile.weights.save import CONFIG_FILE, atomic_directory, write_model
@@ -110,13 +111,17 @@ def _open(source: Path, directory: Path) -> _Source:
 def _load_pickle(path: Path) -> Any:
     try:
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError:
+        raise
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: refused: not a PyTorch file of plain tensors, and anything else in a pickle "
             "may run code"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged pickle fails in any way there is
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(f"{path}: damaged or not a PyTorch file ({reason})") from None
 
