@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gptile.kernels import IGNORE_INDEX
 from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
-from gptile.model.tokenizer import TOKENIZER_FILES, Tokenizer
+from gptile.model.tokenizer import Tokenizer
 from gptile.train.checkpoint import TrainState, load_optimizer, load_state, save_run
 from gptile.train.config import TrainConfig
 from gptile.train.data import (
@@ -34,6 +33,7 @@ from gptile.train.data import (
 )
 from gptile.train.optimizer import build_optimizer, learning_rate
 from gptile.weights import open_checkpoint, save_checkpoint
+from gptile.weights.save import atomic_directory, copy_tokenizer
 
 TOKENIZER, LAST, BEST, LOG_FILE = "tokenizer", "last", "best", "log.jsonl"
 
@@ -56,7 +56,7 @@ def train(
 
     Args:
         data: UTF-8 text.
-        out: directory of the run; new or empty unless resuming.
+        out: directory of the run; made by this call unless resuming.
         config: of the run; a resumed run must have the one it began with.
         tokenizer_from: directory with a tokeniser to use; by default one is trained on the
             training part of the text.
@@ -76,12 +76,14 @@ def train(
         optimizer = build_optimizer(model, config)
         load_optimizer(out / LAST, model, optimizer)
         tokenizer = Tokenizer.from_directory(out / TOKENIZER)
+        dataset = encode_dataset(text, tokenizer, config)
     else:
         state = TrainState(config, digest)
-        tokenizer = _make_tokenizer(out, text, config, tokenizer_from)
-        model = _new_model(tokenizer, config).to(device)
+        with atomic_directory(out) as staging:
+            tokenizer = _make_tokenizer(staging / TOKENIZER, text, config, tokenizer_from)
+            dataset = encode_dataset(text, tokenizer, config)
+            model = _new_model(tokenizer, config).to(device)
         optimizer = build_optimizer(model, config)
-    dataset = encode_dataset(text, tokenizer, config)
 
     console = Console(stderr=True)
     console.print(
@@ -117,20 +119,13 @@ def train(
 
 
 def _make_tokenizer(
-    out: Path, text: str, config: TrainConfig, tokenizer_from: Path | None
+    directory: Path, text: str, config: TrainConfig, tokenizer_from: Path | None
 ) -> Tokenizer:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; resume it, or choose another path")
-    if tokenizer_from is not None:
-        Tokenizer.from_directory(tokenizer_from)  # a bad one is refused before anything is made
-    directory = out / TOKENIZER
-    directory.mkdir(parents=True)
+    directory.mkdir()
     if tokenizer_from is None:
         train_tokenizer(split_text(text, config.val_fraction)[0], config.vocab_size, directory)
     else:
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).exists():
-                shutil.copyfile(tokenizer_from / name, directory / name)
+        copy_tokenizer(tokenizer_from, directory)
     return Tokenizer.from_directory(directory)
 
 

@@ -139,6 +139,8 @@ def _on_hub(repo: str, revision: str | None) -> CheckpointFiles:
 
         if CONFIG_FILE not in present:
             raise CheckpointError(f"{where}: no {CONFIG_FILE}, so not a model of transformers")
+        # Asked for by the name of its revision, so that the cache knows that name when offline.
+        hf_hub_download(repo, CONFIG_FILE, revision=revision)
         directory = download(CONFIG_FILE).parent
         if WEIGHTS_FILE in present:
             weights = [WEIGHTS_FILE]

@@ -59,9 +59,15 @@ def write_model(
         {name: config[name] for name in token_ids if config[name] is not None},
     )
     write_safetensors(directory / WEIGHTS_FILE, hugging_face_tensors(model), stored)
+    if tokenizer_from is not None:
+        copy_tokenizer(tokenizer_from, directory)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokeniser's files that ``source`` has."""
     for name in TOKENIZER_FILES:
-        if tokenizer_from is not None and (tokenizer_from / name).exists():
-            shutil.copyfile(tokenizer_from / name, directory / name)
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def hugging_face_tensors(model: GPT2, *, gradients: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,5 @@
+"""``python -m gptile``."""
+
+from gptile.cli import main
+
+main()
