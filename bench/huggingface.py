@@ -50,7 +50,9 @@ def import_transformers() -> Any:
 def load_reference(directory: Path, dtype: torch.dtype) -> Any:
     """GPT2LMHeadModel with eager attention, in evaluation mode, from a local directory."""
     transformers = import_transformers()
+    # The flag forces fp32 scores, the same function but for rounding; in fp64 it only fails.
+    exact = {"reorder_and_upcast_attn": False} if dtype == torch.float64 else {}
     model = transformers.GPT2LMHeadModel.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", local_files_only=True
+        directory, dtype=dtype, attn_implementation="eager", local_files_only=True, **exact
     )
     return model.eval()

@@ -106,6 +106,12 @@ def add_norm(ops: Ops, x: Tensor, delta: Tensor | None, ln: nn.LayerNorm) -> tup
     return ops.add_layer_norm(x, delta, ln.weight, ln.bias, ln.eps)
 
 
+def _embedding(n_rows: int, n_columns: int) -> nn.Embedding:
+    # The constructor would draw values, which on the meta device (where the loader learns the
+    # shapes) costs a second and 150 MB of imports.
+    return nn.Embedding.from_pretrained(torch.empty(n_rows, n_columns), freeze=False)
+
+
 class GPT2(nn.Module):
     """The whole model. ``GPT2(config)`` is initialised as GPT-2 was and in training mode."""
 
@@ -113,13 +119,14 @@ class GPT2(nn.Module):
         super().__init__()
         self.config = config
         self.ops = ops or Ops.torch()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = _embedding(config.vocab_size, config.n_embd)
+        self.wpe = _embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, self.ops, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.init_weights()
+        if not self.wte.weight.is_meta:
+            self.init_weights()
 
     @property
     def head_weight(self) -> Tensor:

@@ -4,27 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from gptile.model.config import read_json_object
-from gptile.model.tokenizer import (
-    MERGES_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    VOCAB_FILE,
-)
 from gptile.weights.errors import CheckpointError
-from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from gptile.weights.save import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -68,7 +50,10 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         return _single_file(path) if path.is_file() else _in_directory(path)
     if path.suffix in (".safetensors", *PICKLE_SUFFIXES) or not _HUB_ID.fullmatch(str(source)):
         raise CheckpointError(f"{source}: no such file or directory")
-    return _on_hub(str(source), revision)
+    # Imported when needed: it takes a quarter of a second.
+    from gptile.weights.hub import fetch
+
+    return _in_directory(fetch(str(source), revision))
 
 
 def _single_file(path: Path) -> CheckpointFiles:
@@ -126,62 +111,3 @@ def shard_paths(index: Path) -> tuple[Path, ...]:
     if missing := [shard.name for shard in shards if not shard.exists()]:
         raise CheckpointError(f"{index.parent}: missing shard {', '.join(missing)}")
     return shards
-
-
-def _on_hub(repo: str, revision: str | None) -> CheckpointFiles:
-    where = f"{repo} on the hub" + (f" at {revision}" if revision else "")
-    try:
-        listing = HfApi().model_info(repo, revision=revision)
-        present = {file.rfilename for file in listing.siblings or ()}
-
-        def download(name: str) -> Path:
-            return Path(hf_hub_download(repo, name, revision=listing.sha))
-
-        if CONFIG_FILE not in present:
-            raise CheckpointError(f"{where}: no {CONFIG_FILE}, so not a model of transformers")
-        # Asked for by the name of its revision, so that the cache knows that name when offline.
-        hf_hub_download(repo, CONFIG_FILE, revision=revision)
-        directory = download(CONFIG_FILE).parent
-        if WEIGHTS_FILE in present:
-            weights = [WEIGHTS_FILE]
-        elif INDEX_FILE in present:
-            weights = shard_names(download(INDEX_FILE))
-        else:
-            raise CheckpointError(
-                f"{where}: no {WEIGHTS_FILE}; download its {PICKLE_FILE} and run `gptile convert`"
-            )
-        vocabulary = {VOCAB_FILE, MERGES_FILE}
-        tokenizer = vocabulary if vocabulary <= present else {TOKENIZER_FILE}
-        optional = {GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, *tokenizer} & present
-        for name in (*sorted(optional), *weights):
-            download(name)
-    except GatedRepoError:
-        raise CheckpointError(f"{where}: access is gated; accept its terms, set HF_TOKEN") from None
-    except RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{repo}: neither a local path nor a model on the hub (private ones need HF_TOKEN)"
-        ) from None
-    except RevisionNotFoundError:
-        raise CheckpointError(f"{where}: no such revision") from None
-    except EntryNotFoundError as error:
-        raise CheckpointError(f"{where}: a file is missing ({_first_line(error)})") from None
-    except HFValidationError as error:
-        raise CheckpointError(f"{repo}: {_first_line(error)}") from None
-    except (HTTPError, OfflineModeIsEnabled) as error:
-        return _in_hub_cache(repo, revision, _first_line(error))
-    return _in_directory(directory)
-
-
-def _in_hub_cache(repo: str, revision: str | None, why: str) -> CheckpointFiles:
-    try:
-        config = hf_hub_download(repo, CONFIG_FILE, revision=revision, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        raise CheckpointError(
-            f"{repo}: not a local path, not in the hub cache, and the hub cannot be reached "
-            f"({why}); check the name and the network, or pass a local directory"
-        ) from None
-    return _in_directory(Path(config).parent)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gptile.bench.huggingface import import_transformers
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
     import sys
@@ -22,22 +24,27 @@ PROGRAM = """
     found = sys.modules.get("kernels")
     print(is_kernels_available(), getattr(found, "__file__", None))
 """
+STAND_IN = """
+    def __getattr__(name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return lambda *args, **kwargs: lambda decorated: decorated
+"""
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["without", "with the real library"])
 def test_the_root_on_the_path_does_no_harm(tmp_path: Path, installed: bool) -> None:
     (tmp_path / "probe.py").write_text(textwrap.dedent(PROGRAM))
     site = tmp_path / "site"
-    if installed:  # a stand-in with the real one's name and a version transformers accepts
+    if installed:  # a stand-in with the real one's name and a version that transformers accepts
+        version = import_transformers().utils.import_utils.KERNELS_MIN_VERSION
         (site / "kernels").mkdir(parents=True)
-        (site / "kernels" / "__init__.py").write_text(
-            "def _any(*args, **kwargs):\n    return _any\n"
-            "def __getattr__(name):\n    if name.startswith('__'): raise AttributeError(name)\n"
-            "    return type(name, (), {'__init__': _any, '__class_getitem__': _any})\n"
-        )
-        (site / "kernels-0.16.0.dist-info").mkdir()
-        (site / "kernels-0.16.0.dist-info" / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n"
+        (site / "kernels" / "__init__.py").write_text(textwrap.dedent(STAND_IN))
+        (site / f"kernels-{version}.dist-info").mkdir()
+        (site / f"kernels-{version}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n"
         )
     # The root before the site folder, as `python -m` has it.
     path = os.pathsep.join([str(ROOT), str(site), str(tmp_path)])

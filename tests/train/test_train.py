@@ -54,10 +54,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def tensors(path: Path) -> bytes:
-    return path.read_bytes()
-
-
 class TestResume:
     @pytest.mark.parametrize("stop_at", [1, 3, 5])
     def test_k_steps_and_then_the_rest_are_all_the_steps(
@@ -204,7 +200,8 @@ class TestOptimizer:
         assert learning_rate(10, config) == 1.0
         assert learning_rate(60, config) == pytest.approx(0.55)
         assert learning_rate(110, config) == pytest.approx(0.1)
-        assert learning_rate(0, TrainConfig(steps=1, warmup_steps=0)) == 1e-3
+        one_step = TrainConfig(steps=1, warmup_steps=0, learning_rate=0.5)
+        assert learning_rate(0, one_step) == 0.5
 
 
 class TestBadInput:
