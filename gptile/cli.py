@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import gptile
+from gptile.console import DTYPES, examples, parse_device, parse_dtype, print_table, status
 from gptile.model.errors import UserError
 from gptile.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    import torch
-    from rich.status import Status
-
     from gptile.model.generation import Completion
 
-_DTYPES = ("float32", "float16", "bfloat16")
+# Parameters. A model smaller than this gains little from more threads, and on a busy machine the
+# threads waiting for each other made the demo ten times slower.
+_ONE_THREAD_BELOW = 20_000_000
 
 
 def main() -> None:
@@ -55,15 +55,10 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def examples(*lines: str) -> dict[str, Any]:
-    """The epilog of a command's help."""
-    return {"epilog": "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)}
-
-
 def model_options(command: Callable) -> Callable:
     """Where a model comes from and how it runs."""
     for option in (
-        click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True),
+        click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True),
         click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"),
         click.option("--revision", help="Branch, tag or commit of a hub model."),
         click.option(
@@ -140,15 +135,19 @@ def generate(
     if not as_ids or params.stop:
         tokenizer = checkpoint.load_tokenizer()
     given: str | list[int] = _parse_ids(text) if as_ids else text
-    where = _device(device)
-    with _status(f"loading {model}"):
-        loaded = checkpoint.load_model(dtype=_dtype(dtype), device=where)
+    where = parse_device(device)
+    with status(f"loading {model}"):
+        loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where)
+    if where.type == "cpu" and loaded.num_parameters() < _ONE_THREAD_BELOW:
+        import torch
+
+        torch.set_num_threads(1)
 
     from gptile.model.generation import generate as run
     from gptile.model.generation import stream
 
     if as_json:
-        with _status("generating"):
+        with status("generating"):
             completions = run(loaded, [given], params, tokenizer=tokenizer)
         record = {
             "model": model,
@@ -157,7 +156,7 @@ def generate(
         }
         click.echo(json.dumps(record, ensure_ascii=False))
     elif params.n > 1:
-        with _status("generating"):
+        with status("generating"):
             completions = run(loaded, [given], params, tokenizer=tokenizer)
         for completion in completions:
             click.echo(f"--- sample {completion.sample_index + 1} of {params.n} ---")
@@ -208,30 +207,6 @@ def _parse_ids(text: str) -> list[int]:
         ) from None
 
 
-def _dtype(name: str) -> "torch.dtype":
-    import torch
-
-    return getattr(torch, name)
-
-
-def _device(name: str) -> "torch.device":
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise click.UsageError(f"--device {name}: no such device; try auto, cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise click.UsageError(f"--device {name}: only cpu and cuda are supported")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise click.UsageError(
-            f"--device {name}: {torch.cuda.device_count()} CUDA devices here; see gptile doctor"
-        )
-    return device
-
-
 @cli.command(**examples("gptile info demo", "gptile info gpt2 --json"))
 @click.argument("model", default="demo")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
@@ -244,7 +219,7 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(record, ensure_ascii=False))
     else:
-        _print_table(["", model], [(name.replace("_", " "), record[name]) for name in record])
+        print_table(["", model], [(name.replace("_", " "), record[name]) for name in record])
 
 
 @cli.command(
@@ -256,7 +231,7 @@ def info(model: str, revision: str | None, as_json: bool) -> None:
 )
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(_DTYPES), help="To store.  [default: the source's]")
+@click.option("--dtype", type=click.Choice(DTYPES), help="To store.  [default: the source's]")
 @click.option(
     "--tokenizer-from",
     type=click.Path(path_type=Path),
@@ -281,11 +256,11 @@ def convert(
     """
     from gptile.weights.convert import convert as run
 
-    with _status(f"converting {source}"):
+    with status(f"converting {source}"):
         model = run(
             source,
             target,
-            dtype=_dtype(dtype) if dtype else None,
+            dtype=parse_dtype(dtype) if dtype else None,
             tokenizer_from=tokenizer_from,
             vocab_size=vocab_size,
         )
@@ -347,7 +322,7 @@ def train(
         tokenizer_from=tokenizer_from,
         resume=resume,
         stop_at=stop_at,
-        device=_device(device),
+        device=parse_device(device),
     )
     click.echo(f"{out}: step {state.step}, best validation loss {state.best_val_loss:.4f}")
 
@@ -363,22 +338,15 @@ def doctor(as_json: bool) -> None:
         click.echo(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}))
     else:
         rows = [(check.status, check.name, check.finding, check.next_step) for check in checks]
-        _print_table(["", "check", "finding", "next step"], rows)
+        print_table(["", "check", "finding", "next step"], rows)
     if any(check.status == "fail" for check in checks):
         sys.exit(1)
-
-
-def _status(message: str) -> "Status":
-    """A spinner on stderr where that is a terminal."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(message)
 
 
 @cli.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
 @click.argument("directory", type=click.Path(path_type=Path), required=False)
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
-@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def parity(directory: Path | None, tokens: int, dtype: str, as_json: bool) -> None:
     """Compare a local checkpoint with transformers, number by number.
@@ -389,8 +357,8 @@ def parity(directory: Path | None, tokens: int, dtype: str, as_json: bool) -> No
     from gptile.bench.parity import ALLOWED_RATIO, compare
     from gptile.weights.files import DEMO
 
-    with _status("running both"):
-        results = compare(directory or DEMO, n_tokens=tokens, dtype=_dtype(dtype))
+    with status("running both"):
+        results = compare(directory or DEMO, n_tokens=tokens, dtype=parse_dtype(dtype))
     if as_json:
         click.echo(json.dumps({"comparisons": [dataclasses.asdict(r) for r in results]}))
     else:
@@ -398,21 +366,10 @@ def parity(directory: Path | None, tokens: int, dtype: str, as_json: bool) -> No
             ("ok" if r.ok else "FAIL", r.name, f"{r.error:.2e}", f"{r.reference_error:.2e}")
             for r in results
         ]
-        _print_table(["", "quantity", "our error", "transformers' error"], rows)
+        print_table(["", "quantity", "our error", "transformers' error"], rows)
         click.echo(
             f"{sum(r.ok for r in results)} of {len(results)} within {ALLOWED_RATIO} x "
             f"transformers' own error in {dtype}, each against fp64"
         )
     if not all(r.ok for r in results):
         sys.exit(1)
-
-
-def _print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console(highlight=False, markup=False).print(table)

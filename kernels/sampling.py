@@ -22,17 +22,18 @@ _INT32_TO_UNIT = 4.6566127342e-10
 def philox4x32(counter: Words4, key: tuple[Tensor, Tensor]) -> Words4:
     """Philox4x32-10 on 32-bit words held in int64 tensors of one shape; four words out."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
+    multiplied, added = torch.stack([c0, c2]), torch.stack([c1, c3])
+    per_word = (2,) + (1,) * c0.dim()
+    multiplier = torch.tensor([_ROUND_A, _ROUND_B], device=c0.device).view(per_word)
+    key_step = torch.tensor([_KEY_A, _KEY_B], device=c0.device).view(per_word)
+    keys = torch.stack(key)
     for _ in range(10):
         # int64 products wrap modulo 2^64, which keeps all 64 bits of the unsigned product.
-        product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0, c2 = (
-            ((product_b >> 32) & _MASK32) ^ c1 ^ k0,
-            ((product_a >> 32) & _MASK32) ^ c3 ^ k1,
-        )
-        c1, c3 = product_b & _MASK32, product_a & _MASK32
-        k0, k1 = (k0 + _KEY_A) & _MASK32, (k1 + _KEY_B) & _MASK32
-    return c0, c1, c2, c3
+        product = multiplied * multiplier
+        high, low = (product >> 32) & _MASK32, product & _MASK32
+        multiplied, added = high.flip(0) ^ added ^ keys, low.flip(0)
+        keys = (keys + key_step) & _MASK32
+    return multiplied[0], added[0], multiplied[1], added[1]
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,67 @@
+"""What the commands share: values of options, help, spinner and tables."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    import torch
+    from rich.status import Status
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def examples(*lines: str) -> dict[str, Any]:
+    """The epilog of a command's help."""
+    return {"epilog": "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)}
+
+
+def parse_dtype(name: str) -> "torch.dtype":
+    """The dtype of one of :data:`DTYPES`."""
+    import torch
+
+    return getattr(torch, name)
+
+
+def parse_device(name: str) -> "torch.device":
+    """``auto`` is a GPU where there is one.
+
+    Raises:
+        click.UsageError: for a device that is not here.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise click.UsageError(f"--device {name}: no such device; try auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise click.UsageError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise click.UsageError(
+            f"--device {name}: {torch.cuda.device_count()} CUDA devices here; see gptile doctor"
+        )
+    return device
+
+
+def status(message: str) -> "Status":
+    """A spinner on stderr where that is a terminal."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(message)
+
+
+def print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
+    """A table on stdout; long cells fold, nothing is cut off."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(highlight=False, markup=False).print(table)
