@@ -122,12 +122,12 @@ def test_gradients_are_those_of_finite_differences(small_model) -> None:
         direction = torch.randn_like(parameter)
         expected = (parameter.grad * direction).sum().item()
         with torch.no_grad():
-            parameter += 1e-5 * direction
+            parameter += 1e-6 * direction
             above = model(ids, targets).loss.item()
-            parameter -= 2e-5 * direction
+            parameter -= 2e-6 * direction
             below = model(ids, targets).loss.item()
-            parameter += 1e-5 * direction
-        assert (above - below) / 2e-5 == pytest.approx(expected, rel=1e-6, abs=1e-9)
+            parameter += 1e-6 * direction
+        assert (above - below) / 2e-6 == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_layer_index_scaling_changes_all_layers_but_the_first(small_model) -> None:
