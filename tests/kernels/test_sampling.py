@@ -133,6 +133,15 @@ def test_filters_are_per_row() -> None:
     assert kept.tolist() == [20, 3, 1]
 
 
+def test_the_strictest_filters_leave_the_likeliest_token() -> None:
+    logits = torch.randn(6, 20)
+    seeds = torch.arange(6)
+    for strictest in ({"top_p": torch.zeros(()).double()}, {"min_p": 1.0}, {"top_k": 1}):
+        ids, logprobs = sample(logits, seeds=seeds, **strictest)
+        assert torch.equal(ids, logits.argmax(-1)), strictest
+        assert logprobs.isfinite().all()
+
+
 def test_equal_scores_do_not_defeat_top_k_or_top_p() -> None:
     scores = torch.zeros(2, 10)
     kept = filter_scores(

@@ -161,6 +161,25 @@ class TestSeeds:
             assert again.ids == sample.ids
         assert generate(model, [[3]], SamplingParams(seed=5))[0].ids == samples[4].ids
 
+    def test_every_position_has_a_random_number_of_its_own(self, model: GPT2) -> None:
+        with torch.no_grad():  # uniform over the vocabulary: the id shows the random number
+            model.ln_f.weight.zero_()
+            model.ln_f.bias.zero_()
+        (completion,) = generate(model, [[3]], SamplingParams(seed=1))
+        assert len(set(completion.ids)) > 15
+
+    def test_a_text_cut_off_goes_on_as_it_would_have(self, model: GPT2) -> None:
+        params = SamplingParams(seed=9)
+        (whole,) = generate(model, [[3, 4]], params)
+        (rest,) = generate(model, [[3, 4, *whole.ids[:7]]], params)
+        assert rest.ids == whole.ids[7:]
+
+    def test_all_64_bits_of_a_seed_count(self, model: GPT2) -> None:
+        low, high = (SamplingParams(seed=s, n=2) for s in (5, 5 + 2**32))
+        ids = [c.ids for p in (low, high) for c in generate(model, [[3]], p)]
+        assert len({tuple(i) for i in ids}) == 4
+        assert sample_seeds(low)[1] != sample_seeds(high)[1]
+
     @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
     def test_sample_seeds_are_distinct_and_begin_with_the_requests(self, seed: int) -> None:
         seeds = sample_seeds(SamplingParams(seed=seed, n=100))
@@ -294,6 +313,15 @@ class TestText:
         assert cut.ids == free.ids[: len(cut.ids)]
         assert stop in tokenizer.decode(cut.ids)
         assert stop not in tokenizer.decode(cut.ids[:-1])
+
+    def test_what_might_have_become_a_stop_string_is_not_lost(
+        self, demo: tuple[GPT2, Tokenizer]
+    ) -> None:
+        model, tokenizer = demo
+        plain = SamplingParams(seed=3, max_new_tokens=20)
+        (free,) = generate(model, "ROMEO:", plain, tokenizer=tokenizer)
+        waiting = dataclasses.replace(plain, stop=(free.text[-3:] + "§",))
+        assert generate(model, "ROMEO:", waiting, tokenizer=tokenizer)[0].text == free.text
 
     def test_streamed_pieces_are_the_result(self, demo: tuple[GPT2, Tokenizer]) -> None:
         model, tokenizer = demo

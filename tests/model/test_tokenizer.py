@@ -164,6 +164,7 @@ class TestStreaming:
         pieces = [stream.push(id) for id in gpt2.encode("Hello, world! Yes")[:4]]
         assert pieces == ["Hello", ",", " ", ""]
         assert stream.stopped
+        assert stream.push(gpt2.encode(" more")[0]) == ""
         assert stream.finish() == ""
 
 
