@@ -31,7 +31,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     try:
         code = cli.main(prog_name="gptile", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = 2
@@ -47,6 +48,11 @@ def main() -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code = _fail(f"{where}{error.strerror or error}", 1)
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch reports a full memory as a RuntimeError; any other is ours to mend, and is shown.
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        code = _fail("not enough memory; make the request, the batch or the model smaller", 1)
     sys.exit(code)
 
 
@@ -188,7 +194,7 @@ def _read_prompt(prompt: str | None, path: Path | None) -> str:
         raise click.UsageError("give a PROMPT or --file, not both")
     if path is not None:
         source, raw = str(path), path.read_bytes()
-    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+    elif sys.stdin is not None and (prompt == "-" or (prompt is None and not sys.stdin.isatty())):
         source, raw = "standard input", sys.stdin.buffer.read()
     else:
         return prompt or ""
@@ -199,12 +205,12 @@ def _read_prompt(prompt: str | None, path: Path | None) -> str:
 
 
 def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
+    words = text.replace(",", " ").split()
+    if not all(word.isascii() and word.isdigit() for word in words):
         raise click.UsageError(
             f"--ids takes whole numbers such as '50256 464', got {text.strip()[:60]!r}"
-        ) from None
+        )
+    return [int(word) for word in words]
 
 
 @cli.command(**examples("gptile info demo", "gptile info gpt2 --json"))

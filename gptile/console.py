@@ -39,6 +39,8 @@ def parse_device(name: str) -> "torch.device":
         raise click.UsageError(f"--device {name}: no such device; try auto, cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise click.UsageError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cpu" and device.index:
+        raise click.UsageError(f"--device {name}: there is one cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise click.UsageError(
             f"--device {name}: {torch.cuda.device_count()} CUDA devices here; see gptile doctor"

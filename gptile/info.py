@@ -6,7 +6,7 @@ from typing import Any
 
 from gptile.model.tokenizer import TokenizerError
 from gptile.weights import open_checkpoint
-from gptile.weights.checkpoint import check_tensors
+from gptile.weights.checkpoint import check_tensors, with_embedding
 
 
 def describe(model: str, revision: str | None = None) -> dict[str, Any]:
@@ -16,8 +16,9 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         UserError: if the checkpoint is not whole, or not a GPT-2 we run.
     """
     checkpoint = open_checkpoint(model, revision)
-    config, stored = checkpoint.config, checkpoint.stored_tensors()
-    parameters = check_tensors(config, stored, conv1d=True)
+    config = checkpoint.config
+    stored = with_embedding(config, checkpoint.stored_tensors())
+    parameters = check_tensors(config, stored, checkpoint.files.directory, conv1d=True)
     dtypes = Counter(tensor.dtype for tensor in stored.values())
     try:
         tokenizer = checkpoint.load_tokenizer()

@@ -120,7 +120,8 @@ def sample_reference(
         cdf = filtered.double().softmax(-1).cumsum(-1)
         # Scaled by the last entry, which is 1 only up to rounding, so that target < cdf[-1].
         target = uniform(seeds, positions).double().unsqueeze(-1) * cdf[:, -1:]
-        draws = torch.searchsorted(cdf, target, right=True).squeeze(-1)
+        # Past the end only where a score is NaN; the logprob then is too, and tells.
+        draws = torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=len(cdf[0]) - 1)
         ids = torch.where(drawn, draws, ids)
     logprobs = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return ids, logprobs

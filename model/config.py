@@ -26,6 +26,7 @@ _INERT_FIELDS = frozenset(
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    n_special predict_special_tokens xla_device tie_encoder_decoder transformers.js_config license
     """.split()
 )
 # Fields that would change the network; we implement only these values of them.
@@ -37,6 +38,15 @@ _FIXED_FIELDS: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True, None),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
+}
+# Far beyond any GPT-2, and small enough that no shape overflows.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "n_positions": 2**24,
+    "n_embd": 2**20,
+    "n_layer": 1024,
+    "n_head": 2**20,
+    "n_inner": 2**24,
 }
 # The attribute names other architectures use for the same things.
 _ALIASES = {
@@ -76,10 +86,12 @@ class GPT2Config:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            _require(_is_int(getattr(self, name)) and getattr(self, name) > 0, self, name, "> 0")
-        if self.n_inner is not None:
-            _require(_is_int(self.n_inner) and self.n_inner > 0, self, "n_inner", "> 0 or null")
+        for name, most in _LARGEST.items():
+            value = getattr(self, name)
+            if name == "n_inner" and value is None:
+                continue
+            ok = _is_int(value) and 0 < value <= most
+            _require(ok, self, name, f"a whole number from 1 to {most}")
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             value = getattr(self, name)
             _require(_is_number(value) and 0 <= value < 1, self, name, "in [0, 1)")
@@ -87,10 +99,12 @@ class GPT2Config:
             value = getattr(self, name)
             _require(_is_number(value) and 0 < value < math.inf, self, name, "a number > 0")
         for field in dataclasses.fields(self):
-            if field.type is bool or field.type == "bool":
+            if field.type is bool:
                 value = getattr(self, field.name)
                 _require(isinstance(value, bool), self, field.name, "true or false")
-        if self.activation_function not in ACTIVATIONS:
+        if not isinstance(self.activation_function, str) or (
+            self.activation_function not in ACTIVATIONS
+        ):
             raise UserError(
                 f"config: activation_function {self.activation_function!r} is not supported; "
                 f"one of {', '.join(ACTIVATIONS)} is"
@@ -152,7 +166,7 @@ class GPT2Config:
             elif name in _FIXED_FIELDS:
                 if value not in _FIXED_FIELDS[name]:
                     raise UserError(f"config: {name} = {value!r} is not supported")
-            elif name not in _INERT_FIELDS:
+            elif name not in _INERT_FIELDS and value is not None:
                 raise UserError(
                     f"config: unknown field {name!r} = {value!r}; it may change the numbers, so "
                     "remove it from config.json only if you know that it does not"
@@ -186,7 +200,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -203,7 +217,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or (_is_int(value) and abs(value) < 2**63)  # type: ignore[arg-type]
 
 
 PRESETS: dict[str, GPT2Config] = {

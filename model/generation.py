@@ -7,8 +7,9 @@ together fit the model's ``n_positions``, or the request is refused before anyth
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.model.kv_cache import ContextLengthError, KVCache
-from gptile.model.sampling import SamplingBatch, SamplingParams, sample_seeds
+from gptile.model.sampling import SamplingBatch, SamplingParams, is_id, sample_seeds
 from gptile.model.tokenizer import TextStream, Tokenizer
 
 PREFILL_CHUNK = 512
@@ -102,7 +103,7 @@ def generate(
         ContextLengthError: if a prompt and its new tokens exceed the context.
         UserError: for a prompt or parameter that cannot be used.
     """
-    rows = _build_rows(model.config, prompts, params, tokenizer)
+    rows = _build_rows(model, prompts, params, tokenizer)
     for _ in _run(model, rows, _usable_vocab(model.config, tokenizer)):
         pass
     return [row.completion() for row in rows]
@@ -119,7 +120,7 @@ def stream(
 
     Bad input raises here, before the first event is asked for.
     """
-    rows = _build_rows(model.config, prompts, params, tokenizer)
+    rows = _build_rows(model, prompts, params, tokenizer)
     return _run(model, rows, _usable_vocab(model.config, tokenizer))
 
 
@@ -194,11 +195,14 @@ class _Row:
 
 
 def _build_rows(
-    config: GPT2Config,
+    model: GPT2,
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     tokenizer: Tokenizer | None,
 ) -> list[_Row]:
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout acts; call model.eval()")
+    config = model.config
     prompt_list = _as_list(prompts)
     if params is None or isinstance(params, SamplingParams):
         params_list = [params or SamplingParams()] * len(prompt_list)
@@ -229,14 +233,20 @@ def _build_rows(
     return rows
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Any]:
+    """One entry per prompt; tensors and arrays become lists."""
+    prompts = _plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
+    prompts = [_plain(prompt) for prompt in prompts]
     if not prompts:
         raise UserError("no prompts given; an empty one is [[]] or ''")
-    if all(isinstance(item, (str, Sequence)) for item in prompts):
-        return list(prompts)  # type: ignore[arg-type]
-    return [prompts]  # type: ignore[list-item]
+    several = all(isinstance(prompt, (str, Sequence)) for prompt in prompts)
+    return prompts if several else [prompts]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray)) else value
 
 
 def _prompt_ids(
@@ -247,20 +257,20 @@ def _prompt_ids(
             raise UserError(
                 f"prompt {index} is text and there is no tokeniser for this model; pass token ids"
             )
-        ids = tokenizer.encode(prompt)
+        given: Sequence[Any] = tokenizer.encode(prompt)
     else:
-        ids = list(prompt)
-    if not ids:
+        given = prompt
+    if not given:
         if config.bos_token_id is None:
             raise UserError(f"prompt {index} is empty and the model has no bos_token_id")
-        ids = [config.bos_token_id]
-    for id in ids:
-        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < config.vocab_size:
+        given = [config.bos_token_id]
+    for id in given:
+        if not is_id(id) or id >= config.vocab_size:
             raise UserError(
                 f"prompt {index}: {id!r} is not a token id of this model (0 to "
                 f"{config.vocab_size - 1})"
             )
-    return ids
+    return [int(id) for id in given]
 
 
 def _usable_vocab(config: GPT2Config, tokenizer: Tokenizer | None) -> int:
@@ -292,7 +302,10 @@ def _run(model: GPT2, rows: list[_Row], n_vocab: int) -> Iterator[TokenEvent]:
             zip(rows, ids.tolist(), logprobs.tolist(), strict=True)
         ):
             if math.isnan(logprob):
-                raise UserError(f"the model's logits are NaN in {weight.dtype}; use float32")
+                raise UserError(
+                    f"the model's logits are NaN or infinite in {weight.dtype}: "
+                    + ("use float32" if weight.dtype.itemsize < 4 else "its weights are damaged")
+                )
             yield row.push(id, logprob)
             if row.finish_reason is None:
                 running.append(index)

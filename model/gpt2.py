@@ -178,13 +178,18 @@ class GPT2(nn.Module):
 
         Raises:
             ContextLengthError: if a sequence would pass ``n_positions`` or the end of the cache.
+            ValueError: for lengths or slots out of range, or a cache while gradients are recorded.
         """
         n_rows, n_tokens = ids.shape
         if lengths is None:
             lengths = torch.full((n_rows,), n_tokens, device=ids.device)
+        elif not ((lengths >= 1) & (lengths <= n_tokens)).all():
+            raise ValueError(f"lengths must be from 1 to {n_tokens}, got {lengths.tolist()}")
         positions = torch.arange(n_tokens, device=ids.device)
         span = None
         if cache is not None:
+            if torch.is_grad_enabled():
+                raise ValueError("a cache is for inference; run under torch.no_grad()")
             if slots is None:
                 slots = torch.arange(n_rows, device=ids.device)
             span = cache.append(slots, lengths)

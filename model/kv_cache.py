@@ -66,7 +66,12 @@ class KVCache:
 
         Raises:
             ContextLengthError: before anything changes, if a slot would overflow.
+            ValueError: likewise, if a slot is not one of the cache's, or is given twice.
         """
+        listed = slots.tolist()
+        n_slots = len(self.lengths)
+        if len(set(listed)) < len(listed) or not all(0 <= slot < n_slots for slot in listed):
+            raise ValueError(f"slots must be distinct and from 0 to {n_slots - 1}, got {listed}")
         slots = slots.to(self.lengths)
         span = KVSpan(slots, self.lengths[slots], counts.to(self.lengths))
         ends = span.starts + span.counts

@@ -1,8 +1,9 @@
 """How a continuation is chosen: the parameters of one request, and of a batch of them."""
 
-import math
 import secrets
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,26 +47,35 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_new_tokens is not None:
-            _check(_is_int(self.max_new_tokens, 1), "max_new_tokens", "at least 1", self)
-        finite = _in_range(self.temperature, 0, math.inf) and self.temperature < math.inf
-        _check(finite, "temperature", "0 or a positive number", self)
-        _check(_is_int(self.top_k, 0), "top_k", "0 (off) or a positive whole number", self)
-        _check(_in_range(self.top_p, 0, 1), "top_p", "between 0 and 1", self)
-        _check(_in_range(self.min_p, 0, 1), "min_p", "between 0 and 1", self)
-        penalty = self.repetition_penalty
-        positive = _in_range(penalty, 0, math.inf) and 0 < penalty < math.inf
-        _check(positive, "repetition_penalty", "a positive number", self)
-        _check(_is_int(self.n, 1), "n", "at least 1", self)
-        if self.seed is not None:
-            ok = _is_int(self.seed, 0) and self.seed < SEED_LIMIT
-            _check(ok, "seed", "between 0 and 2^63 - 1", self)
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        ids = self.stop_token_ids
+        if ids is not None:
+            ids = (ids,) if isinstance(ids, Integral) else tuple(ids)
+            object.__setattr__(self, "stop_token_ids", ids)
+        for name, low, high in (
+            ("temperature", 0, 1e30),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-3, 1e3),
+        ):
+            value: Any = getattr(self, name)
+            ok = isinstance(value, Real) and not isinstance(value, bool)
+            ok = ok and low <= value <= high  # False for NaN
+            _check(ok, name, f"a number from {low:g} to {high:g}", self)
+        for name, least, most in (
+            ("max_new_tokens", 1, SEED_LIMIT - 1),
+            ("top_k", 0, SEED_LIMIT - 1),
+            ("n", 1, 2**16),
+            ("seed", 0, SEED_LIMIT - 1),
+        ):
+            value = getattr(self, name)
+            optional = value is None and name in ("max_new_tokens", "seed")
+            ok = optional or (is_id(value) and least <= value <= most)
+            limit = "2^63 - 1" if most == SEED_LIMIT - 1 else str(most)
+            _check(ok, name, f"a whole number from {least} to {limit}", self)
+        _check(all(is_text(s) for s in stop), "stop", "non-empty strings", self)
+        _check(all(is_id(i) for i in ids or ()), "stop_token_ids", "token ids", self)
 
 
 def sample_seeds(params: SamplingParams) -> list[int]:
@@ -138,10 +148,11 @@ def _check(ok: bool, name: str, what: str, params: SamplingParams) -> None:
         raise UserError(f"{name} must be {what}, got {getattr(params, name)!r}")
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_id(value: object) -> bool:
+    """Whether a value, NumPy's included, is a whole number >= 0 and not a truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
-def _in_range(value: object, low: float, high: float) -> bool:
-    # False for NaN.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+def is_text(value: object) -> bool:
+    """Whether a value is a string, not empty, that UTF-8 can hold."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value != ""

@@ -6,6 +6,7 @@ printable character; ids are in merge order, so they serve tiktoken as ranks.
 """
 
 import codecs
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,17 @@ from gptile.model.errors import UserError
 WORD_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
-TOKENIZER_FILES = (VOCAB_FILE, MERGES_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
+ADDED_TOKENS_FILE = "added_tokens.json"
+TOKENIZER_FILES = (
+    VOCAB_FILE,
+    MERGES_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    ADDED_TOKENS_FILE,
+)
+# What a token that no merge makes and no file declares must look like to be taken for a control
+# token: <|endoftext|>, <pad>, [MASK].
+_CONTROL_TOKEN = re.compile(r"<.+>|\[.+\]")
 
 _BYTE_LEVEL_CLASSES = {
     "GPT2Tokenizer",
@@ -80,29 +91,29 @@ class Tokenizer:
             TokenizerError: if there are none, they describe another kind of tokeniser, or their
                 ids do not fit the config.
         """
-        if (directory / VOCAB_FILE).exists() and (directory / MERGES_FILE).exists():
-            tokenizer = cls._from_vocab_and_merges(directory)
-        elif (directory / TOKENIZER_FILE).exists():
-            tokenizer = cls._from_tokenizer_json(directory / TOKENIZER_FILE)
-        else:
+        try:
+            if (directory / VOCAB_FILE).exists() and (directory / MERGES_FILE).exists():
+                tokenizer = cls._from_vocab_and_merges(directory, config)
+            elif (directory / TOKENIZER_FILE).exists():
+                tokenizer = cls._from_tokenizer_json(directory, config)
+            else:
+                raise TokenizerError(
+                    f"{directory}: no GPT-2 tokeniser ({VOCAB_FILE} with {MERGES_FILE}, or "
+                    f"{TOKENIZER_FILE}); the model runs on token ids, not on text"
+                )
+        except UserError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TokenizerError(
-                f"{directory}: no GPT-2 tokeniser ({VOCAB_FILE} with {MERGES_FILE}, or "
-                f"{TOKENIZER_FILE}); the model runs on token ids, not on text"
-            )
+                f"{directory}: the tokeniser's files are not in their format "
+                f"({type(error).__name__}: {error})"
+            ) from None
         if config is not None:
             tokenizer._check_fits(config, directory)
         return tokenizer
 
     @classmethod
-    def _from_vocab_and_merges(cls, directory: Path) -> "Tokenizer":
-        config_path = directory / TOKENIZER_CONFIG_FILE
-        settings = read_json_object(config_path) if config_path.exists() else {}
-        kind = settings.get("tokenizer_class")
-        if kind is not None and kind not in _BYTE_LEVEL_CLASSES:
-            raise TokenizerError(
-                f"{config_path}: tokenizer_class {kind} is not GPT-2's byte-level BPE; "
-                "the model runs on token ids, not on text"
-            )
+    def _from_vocab_and_merges(cls, directory: Path, config: GPT2Config | None) -> "Tokenizer":
         path = directory / MERGES_FILE
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
@@ -112,14 +123,19 @@ class Tokenizer:
             lines = lines[1:]
         merges = [tuple(line.split(" ")) for line in lines if line.strip()]
         vocab = read_json_object(directory / VOCAB_FILE)
-        ranks, special = _split_vocabulary(vocab, merges, {}, directory / VOCAB_FILE)
+        settings, added = _read_settings(directory, config)
+        ranks, special = _split_vocabulary(vocab, merges, added, path)
         return cls(ranks, special, add_prefix_space=bool(settings.get("add_prefix_space")))
 
     @classmethod
-    def _from_tokenizer_json(cls, path: Path) -> "Tokenizer":
+    def _from_tokenizer_json(cls, directory: Path, config: GPT2Config | None) -> "Tokenizer":
+        path = directory / TOKENIZER_FILE
         spec = read_json_object(path)
-        model = spec.get("model") or {}
+        model = spec["model"]
         cutter = spec.get("pre_tokenizer") or {}
+        if cutter.get("type") == "Sequence" and len(cutter["pretokenizers"]) == 1:
+            cutter = cutter["pretokenizers"][0]
+        after = spec.get("post_processor") or {"type": "ByteLevel"}
         byte_level_bpe = (
             model.get("type", "BPE") == "BPE"
             and isinstance(model.get("vocab"), dict)
@@ -131,13 +147,15 @@ class Tokenizer:
             and cutter.get("type") == "ByteLevel"
             and cutter.get("use_regex", True)
             and spec.get("normalizer") is None
+            and after["type"] == "ByteLevel"
         )
         if not byte_level_bpe:
             raise TokenizerError(
                 f"{path}: not GPT-2's byte-level BPE; the model runs on token ids, not on text"
             )
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        added = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+        _, added = _read_settings(directory, config)
+        added |= _added_tokens(((t["id"], t) for t in spec.get("added_tokens") or []), config, path)
         ranks, special = _split_vocabulary(model["vocab"], merges, added, path)
         # The flag's default in that format is true.
         return cls(ranks, special, add_prefix_space=bool(cutter.get("add_prefix_space", True)))
@@ -150,6 +168,11 @@ class Tokenizer:
             )
         special_ids = set(self.special_tokens.values())
         for id in config.eos_token_ids:
+            if self.n_vocab <= id < config.vocab_size:
+                raise TokenizerError(
+                    f"{where}: eos_token_id {id} is not in the tokeniser (ids 0 to "
+                    f"{self.n_vocab - 1}): it is not this model's, or not whole; use token ids"
+                )
             if id < self.n_vocab and id not in special_ids:
                 raise TokenizerError(
                     f"{where}: eos_token_id {id} is the ordinary token "
@@ -254,6 +277,53 @@ def byte_to_char() -> dict[int, str]:
     return table
 
 
+def _read_settings(
+    directory: Path, config: GPT2Config | None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """``tokenizer_config.json``, and the tokens that it and ``added_tokens.json`` add, by text.
+
+    Raises:
+        TokenizerError: for a kind of tokeniser, or a setting, that would give other ids.
+    """
+    path = directory / TOKENIZER_CONFIG_FILE
+    settings = read_json_object(path) if path.exists() else {}
+    kind = settings.get("tokenizer_class")
+    if kind is not None and kind not in _BYTE_LEVEL_CLASSES:
+        raise TokenizerError(
+            f"{path}: tokenizer_class {kind} is not GPT-2's byte-level BPE; "
+            "the model runs on token ids, not on text"
+        )
+    for name in ("add_bos_token", "add_eos_token"):
+        if settings.get(name):
+            raise TokenizerError(f"{path}: {name} is not supported; use token ids")
+    decoder = settings.get("added_tokens_decoder") or {}
+    added = _added_tokens(((int(id), token) for id, token in decoder.items()), config, path)
+    extra = directory / ADDED_TOKENS_FILE
+    return settings, added | (read_json_object(extra) if extra.exists() else {})
+
+
+def _added_tokens(
+    entries: Iterable[tuple[int, Mapping[str, Any]]], config: GPT2Config | None, path: Path
+) -> dict[str, int]:
+    """Ids of added tokens by their text.
+
+    Raises:
+        TokenizerError: for one that counts as ordinary text: Hugging Face cuts text at it, we not.
+    """
+    control: set[int | None] = set()
+    if config is not None:
+        control = {*config.eos_token_ids, config.bos_token_id, config.pad_token_id}
+    added = {}
+    for id, token in entries:
+        if token.get("special") is False and id not in control:
+            raise TokenizerError(
+                f"{path}: the added token {token['content']!r} is ordinary text, which is not "
+                "supported; use token ids"
+            )
+        added[token["content"]] = id
+    return added
+
+
 def _split_vocabulary(
     vocab: Mapping[str, Any],
     merges: list[tuple[str, ...]],
@@ -266,7 +336,7 @@ def _split_vocabulary(
         TokenizerError: where tiktoken would not reproduce the vocabulary.
     """
     ids: dict[str, int] = {**vocab, **added}
-    if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids.values()):
+    if any(type(id) is not int or id < 0 for id in ids.values()):
         raise TokenizerError(f"{path}: a token's id is not a whole number")
     if sorted(ids.values()) != list(range(len(ids))):
         raise TokenizerError(f"{path}: the ids of {len(ids)} tokens are not 0 to {len(ids) - 1}")
@@ -290,4 +360,10 @@ def _split_vocabulary(
         ranks[bytes(char_to_byte[char] for char in token)] = ids[token]
     ordinary = set(ranks.values())
     special = {token: id for token, id in ids.items() if id not in ordinary}
+    for token in special.keys() - added.keys():
+        if not _CONTROL_TOKEN.fullmatch(token):
+            raise TokenizerError(
+                f"{path}: no merge makes the token {token!r}: the merges are cut short or of "
+                "another vocabulary"
+            )
     return ranks, special

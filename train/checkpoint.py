@@ -67,7 +67,10 @@ def load_state(directory: Path) -> TrainState:
     path = directory / STATE_FILE
     fields = read_json_object(path)
     try:
-        return TrainState(**{**fields, "config": TrainConfig(**fields["config"])})
+        state = TrainState(**{**fields, "config": TrainConfig(**fields["config"])})
+        if type(state.step) is not int or state.step < 0:
+            raise TypeError(f"step is {state.step!r}")
+        return state
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a trainer state ({error})") from None
 
@@ -85,4 +88,9 @@ def load_optimizer(directory: Path, model: GPT2, optimizer: torch.optim.Optimize
             keys = {moment: f"{name}.{moment}" for moment in _MOMENTS}
             if missing := [key for key in keys.values() if key not in stored]:
                 raise CheckpointError(f"{path}: no {missing[0]}")
-            optimizer.state[parameter] = {m: file.get_tensor(key) for m, key in keys.items()}
+            moments = {moment: file.get_tensor(key) for moment, key in keys.items()}
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moments[moment].shape != parameter.shape:
+                    raise CheckpointError(f"{path}: {keys[moment]} is not of its parameter's shape")
+                moments[moment] = moments[moment].to(parameter.device)
+            optimizer.state[parameter] = moments

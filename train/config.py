@@ -55,8 +55,10 @@ class TrainConfig:
             raise UserError(f"learning_rate must be positive, got {self.learning_rate}")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
-        if self.vocab_size < 257:
+        if not 257 <= self.vocab_size <= 2**20:
             raise UserError(
-                f"vocab_size must be at least 257, 256 bytes and one special token, "
+                f"vocab_size must be from 257, 256 bytes and one special token, to {2**20}, "
                 f"got {self.vocab_size}"
             )
+        if self.seed >= 2**63:
+            raise UserError(f"seed must be below 2^63, got {self.seed}")

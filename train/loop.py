@@ -67,6 +67,12 @@ def train(
     Raises:
         UserError: for bad data or a run that cannot be resumed.
     """
+    if stop_at is not None and stop_at < 1:
+        raise UserError(f"stop_at must be at least 1, got {stop_at}")
+    if tokenizer_from is not None:
+        if resume:
+            raise UserError("a resumed run keeps its tokeniser: leave tokenizer_from out")
+        Tokenizer.from_directory(tokenizer_from)
     text = read_text(data)
     digest = hashlib.sha256(text.encode()).hexdigest()
     if resume:
@@ -90,7 +96,7 @@ def train(
         f"{model.num_parameters():,} parameters, {len(dataset.train):,} training and "
         f"{len(dataset.val):,} validation tokens of a vocabulary of {tokenizer.n_vocab:,}"
     )
-    last_step = min(config.steps, stop_at or config.steps)
+    last_step = config.steps if stop_at is None else min(config.steps, stop_at)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=config.steps, completed=state.step)
@@ -158,8 +164,8 @@ def _train_step(
     inputs, targets = (part.to(device) for part in training_batch(ids, config, step))
     torch.manual_seed(step_seed(config.seed, step))  # dropout
     loss = model(inputs, targets, logits_for="none").loss
-    if not torch.isfinite(loss):
-        raise UserError(f"the loss is {float(loss)} at step {step}; lower the learning rate")
+    if not math.isfinite(loss.item()):
+        raise UserError(f"the loss is {loss.item()} at step {step}; lower the learning rate")
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     if config.grad_clip:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptile.kernels import Ops
 from gptile.model.config import GPT2Config, read_json_object
+from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.model.tokenizer import Tokenizer, TokenizerError
 from gptile.weights.errors import CheckpointError
@@ -52,6 +53,7 @@ class StoredTensor:
 def build_model(
     config: GPT2Config,
     stored: Mapping[str, StoredTensor],
+    where: Path,
     *,
     conv1d: bool,
     dtype: torch.dtype,
@@ -63,15 +65,18 @@ def build_model(
     Args:
         config: of the network.
         stored: tensors by canonical name.
+        where: they come from, for errors.
         conv1d: whether the four Conv1D weights are stored ``[in, out]``, as Hugging Face does.
         dtype: of the parameters.
         device: of the parameters.
         ops: default the PyTorch reference.
 
     Raises:
-        CheckpointError: naming each tensor that is missing, unknown, misshapen or not a float.
+        CheckpointError: naming each tensor that is missing, unknown, misshapen, not a float, or
+            too large for ``dtype``.
     """
-    shapes = check_tensors(config, stored, conv1d=conv1d)
+    stored = with_embedding(config, stored)
+    shapes = check_tensors(config, stored, where, conv1d=conv1d)
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(stored[HEAD], stored[TOKEN_EMBEDDING])
     state: dict[str, Tensor] = {}
@@ -80,6 +85,11 @@ def build_model(
         state[name] = torch.empty(shapes[name], dtype=dtype, device=device)
         tensor = stored[name].read()
         state[name].copy_(tensor.t() if conv1d and is_conv1d(name) else tensor)
+        if dtype == torch.float16 and state[name].isinf().any() and not tensor.isinf().any():
+            raise CheckpointError(
+                f"{where}: {stored[name].key} has values beyond float16 (up to "
+                f"{tensor.abs().max().item():.3g}); use bfloat16 or float32"
+            )
         del tensor
     with torch.device("meta"):
         model = GPT2(config, ops)
@@ -103,7 +113,13 @@ class Checkpoint:
     ) -> GPT2:
         """The model; see :func:`build_model`."""
         return build_model(
-            self.config, self.stored_tensors(), conv1d=True, dtype=dtype, device=device, ops=ops
+            self.config,
+            self.stored_tensors(),
+            self.files.directory,
+            conv1d=True,
+            dtype=dtype,
+            device=device,
+            ops=ops,
         )
 
     def load_tokenizer(self) -> Tokenizer:
@@ -165,14 +181,26 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         UserError: if it is not there, or is not a GPT-2 that we can run exactly.
     """
     files = find_checkpoint(source, revision)
-    config = GPT2Config.from_json(files.directory / CONFIG_FILE)
-    generation_path = files.directory / GENERATION_CONFIG_FILE
-    if generation_path.exists():
-        generation = read_json_object(generation_path)
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids: dict[str, Any] = {name: generation[name] for name in names if name in generation}
-        config = dataclasses.replace(config, **ids)
-    return Checkpoint(files, config)
+    return Checkpoint(files, read_config(files.directory))
+
+
+def read_config(directory: Path) -> GPT2Config:
+    """``config.json``, with the ids that ``generation_config.json`` has instead of its own.
+
+    Raises:
+        UserError: naming the file that is missing or wrong.
+    """
+    config = GPT2Config.from_json(directory / CONFIG_FILE)
+    path = directory / GENERATION_CONFIG_FILE
+    if not path.exists():
+        return config
+    generation = read_json_object(path)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids: dict[str, Any] = {name: generation[name] for name in names if name in generation}
+    try:
+        return dataclasses.replace(config, **ids)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def load(
@@ -199,8 +227,18 @@ def load(
         return model, None
 
 
+def with_embedding(
+    config: GPT2Config, stored: Mapping[str, StoredTensor]
+) -> Mapping[str, StoredTensor]:
+    """A tied matrix may be stored under the head's name alone; it is the embedding."""
+    if config.tie_word_embeddings and HEAD in stored and TOKEN_EMBEDDING not in stored:
+        others = {name: tensor for name, tensor in stored.items() if name != HEAD}
+        return {TOKEN_EMBEDDING: stored[HEAD], **others}
+    return stored
+
+
 def check_tensors(
-    config: GPT2Config, stored: Mapping[str, StoredTensor], *, conv1d: bool
+    config: GPT2Config, stored: Mapping[str, StoredTensor], where: Path, *, conv1d: bool
 ) -> dict[str, tuple[int, ...]]:
     """Check that every parameter is stored, in its shape, as a float, and nothing else is.
 
@@ -217,11 +255,11 @@ def check_tensors(
     expected = {
         name: shape[::-1] if conv1d and is_conv1d(name) else shape for name, shape in shapes.items()
     }
-    allowed = {HEAD} if config.tie_word_embeddings else set()
+    allowed = expected.keys() | {HEAD}
     problems = []
     if missing := [name for name in expected if name not in stored]:
         problems.append(f"missing {_some(missing)}")
-    if unknown := [t.key for name, t in stored.items() if name not in expected.keys() | allowed]:
+    if unknown := [t.key for name, t in stored.items() if name not in allowed]:
         problems.append(f"unknown {_some(unknown)}")
     known = [(stored[name], shape) for name, shape in expected.items() if name in stored]
     problems += [
@@ -235,7 +273,6 @@ def check_tensors(
         if tensor.dtype not in FLOAT_DTYPES
     ][:_SHOWN]
     if problems:
-        where = next(iter(stored.values())).file.parent if stored else "the checkpoint"
         raise CheckpointError(f"{where}: weights do not fit the config: {'; '.join(problems)}")
     return shapes
 

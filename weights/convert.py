@@ -14,11 +14,24 @@ import torch
 from torch import Tensor
 
 from gptile.model.config import GPT2Config
+from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.model.tokenizer import Tokenizer
-from gptile.weights.checkpoint import StoredTensor, add_tensor, build_model, open_checkpoint
+from gptile.weights.checkpoint import (
+    StoredTensor,
+    add_tensor,
+    build_model,
+    open_checkpoint,
+    read_config,
+)
 from gptile.weights.errors import CheckpointError
-from gptile.weights.files import PICKLE_FILE, PICKLE_INDEX_FILE, PICKLE_SUFFIXES, shard_paths
+from gptile.weights.files import (
+    PICKLE_FILE,
+    PICKLE_INDEX_FILE,
+    PICKLE_SUFFIXES,
+    local_path,
+    shard_paths,
+)
 from gptile.weights.names import HEAD, TOKEN_EMBEDDING
 from gptile.weights.safetensors_file import FLOAT_DTYPES, dtype_name
 from gptile.weights.save import CONFIG_FILE, atomic_directory, write_model
@@ -63,7 +76,7 @@ def convert(
         UserError: if the source cannot be read as a GPT-2, or ``target`` exists.
         OSError: if it cannot be written; nothing is left behind.
     """
-    source = source.expanduser()
+    source = local_path(source)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or directory")
     directory = source if source.is_dir() else source.parent
@@ -77,7 +90,7 @@ def convert(
         if dtype is None:
             embedding = found.tensors.get(TOKEN_EMBEDDING)
             dtype = FLOAT_DTYPES.get(embedding.dtype if embedding else "", torch.float32)
-        model = build_model(found.config, found.tensors, conv1d=found.conv1d, dtype=dtype)
+        model = build_model(found.config, found.tensors, source, conv1d=found.conv1d, dtype=dtype)
         if tokenizer_from is not None:
             Tokenizer.from_directory(tokenizer_from, model.config)
         write_model(model, staging, tokenizer_from=tokenizer_from or directory)
@@ -105,7 +118,7 @@ def _open(source: Path, directory: Path) -> _Source:
         _add_state_dict(tensors, state, path)
     if not (directory / CONFIG_FILE).exists():
         raise CheckpointError(f"{directory}: no {CONFIG_FILE} beside {pickles[0].name}")
-    return _Source(GPT2Config.from_json(directory / CONFIG_FILE), tensors, conv1d=True)
+    return _Source(read_config(directory), tensors, conv1d=True)
 
 
 def _load_pickle(path: Path) -> Any:
@@ -130,8 +143,12 @@ def _add_state_dict(tensors: dict[str, StoredTensor], state: object, path: Path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state dict")
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: the key {key!r} is not a name, so no state dict")
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {key} is a {type(value).__name__}, not a tensor")
+        if value.layout != torch.strided or value.is_meta:
+            raise CheckpointError(f"{path}: {key} is not a plain tensor with values")
         add_tensor(tensors, _stored(key, path, value))
 
 
@@ -152,20 +169,23 @@ def _open_nanogpt(saved: dict[str, Any], path: Path) -> _Source:
     gpt2_vocabulary = args["vocab_size"] in (_GPT2_VOCAB, _NANOGPT_PADDED_VOCAB)
     end_of_text = _GPT2_VOCAB - 1 if gpt2_vocabulary else None
     dropout = args.get("dropout", 0.0)
-    config = GPT2Config(
-        vocab_size=args["vocab_size"],
-        n_positions=args["block_size"],
-        n_embd=args["n_embd"],
-        n_layer=args["n_layer"],
-        n_head=args["n_head"],
-        activation_function="gelu",  # nanoGPT's nn.GELU() is the erf form
-        tie_word_embeddings=not untied,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        resid_pdrop=dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-    )
+    try:
+        config = GPT2Config(
+            vocab_size=args["vocab_size"],
+            n_positions=args["block_size"],
+            n_embd=args["n_embd"],
+            n_layer=args["n_layer"],
+            n_head=args["n_head"],
+            activation_function="gelu",  # nanoGPT's nn.GELU() is the erf form
+            tie_word_embeddings=not untied,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            resid_pdrop=dropout,
+            bos_token_id=end_of_text,
+            eos_token_id=end_of_text,
+        )
+    except UserError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if not args.get("bias", True):
         # nanoGPT may train without biases; a bias of zero is the same function.
         with torch.device("meta"):

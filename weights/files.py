@@ -34,16 +34,16 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 
     Args:
         source: a directory, a ``.safetensors`` file beside its ``config.json``, a hub id
-            (``gpt2``, ``owner/name``), or ``demo`` for the one in the package. What exists on disk
-            wins over the hub.
+            (``gpt2``, ``owner/name``), or ``demo`` for the one in the package (a directory of that
+            name is ``./demo``). What exists on disk wins over the hub.
         revision: branch, tag or commit on the hub.
 
     Raises:
         CheckpointError: if there is no such checkpoint, naming what is missing.
     """
-    path = Path(source).expanduser()
-    if str(source) == "demo" and not path.exists():
-        path = DEMO
+    if str(source) == "demo":
+        source = DEMO
+    path = local_path(source)
     if path.exists() or path == DEMO:
         if revision is not None:
             raise CheckpointError(f"{source} is local: a revision applies to hub models only")
@@ -56,7 +56,21 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     return _in_directory(fetch(str(source), revision))
 
 
+def local_path(source: str | Path) -> Path:
+    """A path with ``~`` expanded.
+
+    Raises:
+        CheckpointError: if that names no home directory.
+    """
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
 def _single_file(path: Path) -> CheckpointFiles:
+    if path.suffix == ".json":
+        raise CheckpointError(f"{path} holds no weights; pass its directory, {path.parent}")
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path} is a pickle; run `gptile convert` on it first")
     _require_config(path.parent)
@@ -94,11 +108,10 @@ def shard_names(index: Path) -> list[str]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")
-    names = list(dict.fromkeys(weight_map.values()))
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
-    return names
+    return list(dict.fromkeys(weight_map.values()))
 
 
 def shard_paths(index: Path) -> tuple[Path, ...]:

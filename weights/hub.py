@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from gptile.model.tokenizer import (
+    ADDED_TOKENS_FILE,
     MERGES_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -57,9 +58,12 @@ def fetch(repo: str, revision: str | None) -> Path:
             )
         vocabulary = {VOCAB_FILE, MERGES_FILE}
         tokenizer = vocabulary if vocabulary <= present else {TOKENIZER_FILE}
-        optional = {GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, *tokenizer} & present
+        tokenizer |= {TOKENIZER_CONFIG_FILE, ADDED_TOKENS_FILE}
+        optional = {GENERATION_CONFIG_FILE, *tokenizer} & present
         for name in (*sorted(optional), *weights):
             download(name)
+    except CheckpointError:
+        raise
     except GatedRepoError:
         raise CheckpointError(f"{where}: access is gated; accept its terms, set HF_TOKEN") from None
     except RepositoryNotFoundError:
@@ -70,10 +74,10 @@ def fetch(repo: str, revision: str | None) -> Path:
         raise CheckpointError(f"{where}: no such revision") from None
     except EntryNotFoundError as error:
         raise CheckpointError(f"{where}: a file is missing ({_first_line(error)})") from None
-    except HFValidationError as error:
-        raise CheckpointError(f"{repo}: {_first_line(error)}") from None
     except (HTTPError, OfflineModeIsEnabled) as error:
         return _in_cache(repo, revision, _first_line(error))
+    except ValueError as error:  # of the id itself, or of HF_ENDPOINT, HF_TOKEN
+        raise CheckpointError(f"{where}: cannot be asked for ({_first_line(error)})") from None
     return directory
 
 

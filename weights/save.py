@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +95,23 @@ def atomic_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]
     target = target.absolute()
     if target.exists() and not (overwrite and target.is_dir()):
         raise CheckpointError(f"{target} exists already; choose another path or remove it")
+    made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    retired = staging.with_name(staging.name + ".old")
     try:
         staging.chmod(0o755)
         yield staging
-        retired = None
         if target.exists():
-            retired = staging.with_name(staging.name + ".old")
             target.rename(retired)
         staging.rename(target)
-        if retired is not None:
-            shutil.rmtree(retired)
     except BaseException:
+        if retired.exists():
+            retired.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
+        with suppress(OSError):  # not empty: another has used it meanwhile
+            for parent in made:
+                parent.rmdir()
         raise
+    if retired.exists():
+        shutil.rmtree(retired)

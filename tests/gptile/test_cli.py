@@ -185,6 +185,26 @@ class TestWrongInput:
         (tmp_path / "model" / "model.safetensors").write_text("<html>")
         fails(gptile("generate", "hi", "--model", str(tmp_path / "model")), "HTML")
 
+    def test_ids_are_digits(self, gptile: Command) -> None:
+        for text in ("1_0", "-1", "1.5", "\uff11"):
+            fails(gptile("generate", "--ids", "--", text), "--ids")
+
+    def test_too_much_for_the_memory(
+        self, gptile: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+        monkeypatch.setattr("gptile.model.kv_cache.torch.empty", full)
+        run = gptile("generate", "hi", "--temperature", "0", "--json")
+        fails(run, "not enough memory", code=1)
+
+    @pytest.mark.parametrize("closed", ["<&-", ">&-"])
+    def test_closed_streams(self, closed: str) -> None:
+        command = f"{sys.executable} -m gptile generate --max-new-tokens 2 --seed 1 {closed}"
+        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert "Traceback" not in run.stderr
+
     def test_an_unknown_command(self, gptile: Command) -> None:
         fails(gptile("dance"), "dance")
 

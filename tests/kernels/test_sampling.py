@@ -233,5 +233,9 @@ def test_seeds_and_positions_are_independent_streams() -> None:
 def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(8, 30)
     ids, logprobs = sample(logits, temperature=0.3, top_k=4, seeds=torch.arange(8))
+    seen = torch.ones(8, 30, dtype=torch.bool)
+    penalised, penalised_logprobs = sample(logits, seen, temperature=0.0, repetition_penalty=3.0)
+    ids, logprobs = torch.cat([ids, penalised]), torch.cat([logprobs, penalised_logprobs])
+    logits = torch.cat([logits, logits])
     expected = logits.double().log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)

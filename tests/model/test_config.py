@@ -61,11 +61,22 @@ def test_the_published_config_is_read_and_its_inert_fields_ignored() -> None:
         ({"bos_token_id": "<s>"}, "bos_token_id"),
         ({"scale_attn_weights": "yes"}, "scale_attn_weights"),
         ({"n_embd": 768, "hidden_size": 1024}, "n_embd"),
+        ({"n_embd": 256.0}, "n_embd must be a whole number"),
+        ({"n_layer": 10**9}, "n_layer"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon"),
+        ({"activation_function": []}, "activation_function"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     ],
 )
 def test_what_we_do_not_honour_is_refused_by_name(fields: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
         GPT2Config.from_dict(fields)
+
+
+def test_a_field_that_says_nothing_is_no_field() -> None:
+    assert GPT2Config.from_dict({"rope_scaling": None, "xla_device": False}) == GPT2Config()
 
 
 def test_names_of_other_architectures_are_understood() -> None:
@@ -83,7 +94,9 @@ def test_round_trip_through_json(tmp_path: Path, eos: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[1]", "\x00", '{"n_layer": 0}'], ids=["cut", "list", "nul", "value"]
+    "content",
+    ["{", "[1]", "\x00", '{"n_layer": 0}', '{"n_layer": ' + "9" * 5000 + "}"],
+    ids=["cut", "list", "nul", "value", "digits"],
 )
 def test_errors_name_the_file(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.json"

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,6 +242,13 @@ class TestBadInput:
             ("top_p", float("nan")),
             ("min_p", 2),
             ("repetition_penalty", 0),
+            ("repetition_penalty", 1e-300),
+            ("temperature", 10**400),
+            ("temperature", "1"),
+            ("n", 2_000_000_000),
+            ("stop_token_ids", (-1,)),
+            ("stop_token_ids", "12"),
+            ("stop", ("\ud800",)),
             ("repetition_penalty", float("nan")),
             ("max_new_tokens", 0),
             ("max_new_tokens", -1),
@@ -255,11 +263,46 @@ class TestBadInput:
         with pytest.raises(UserError, match=field):
             SamplingParams(**{field: value})
 
-    def test_nan_logits_are_an_error_not_a_token(self, model: GPT2) -> None:
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("temperature", [0, 0.8])
+    def test_bad_logits_are_an_error_not_a_token(
+        self, model: GPT2, bad: float, temperature: float
+    ) -> None:
         with torch.no_grad():
-            model.ln_f.bias[0] = torch.nan
-        with pytest.raises(UserError, match="NaN"):
-            generate(model, [[1]], GREEDY)
+            model.ln_f.bias[0] = bad
+        with pytest.raises(UserError, match="weights are damaged"):
+            generate(model, [[1]], SamplingParams(temperature=temperature, top_p=0.9))
+
+    def test_a_model_in_training_mode_is_refused(self, model: GPT2) -> None:
+        with pytest.raises(ValueError, match=r"model\.eval"):
+            generate(model.train(), [[1]], GREEDY)
+
+
+class TestFormsOfInput:
+    def test_tensors_arrays_and_iterators_are_prompts(self, model: GPT2) -> None:
+        (expected,) = generate(model, [[1, 2, 3]], GREEDY)
+        for one in (
+            [1, 2, 3],
+            (1, 2, 3),
+            torch.tensor([1, 2, 3]),
+            torch.tensor([[1, 2, 3]]),
+            np.array([1, 2, 3], dtype=np.int32),
+            [np.int64(1), 2, 3],
+            [torch.tensor([1, 2, 3])],
+            iter([[1, 2, 3]]),
+        ):
+            (completion,) = generate(model, one, GREEDY)
+            assert completion.ids == expected.ids
+            assert completion.prompt_ids == [1, 2, 3]
+
+    def test_numpy_scalars_are_parameters(self) -> None:
+        params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int64(7))
+        assert params.top_k == 3
+
+    def test_single_values_stand_for_one(self) -> None:
+        assert SamplingParams(stop="x").stop == ("x",)
+        assert SamplingParams(stop=None).stop == ()
+        assert SamplingParams(stop_token_ids=5).stop_token_ids == (5,)
 
 
 class TestEmptyPrompt:

@@ -80,7 +80,8 @@ def test_overflow_is_refused_before_anything_is_written(model: GPT2) -> None:
     with torch.no_grad():
         model(torch.randint(61, (1, 6)), cache=cache, slots=torch.tensor([1]))
     before = cache.k.clone(), cache.lengths.clone()
-    with pytest.raises(ContextLengthError, match=r"slot 1 holds 6 of 8.*3 more"):
+    refused = pytest.raises(ContextLengthError, match=r"slot 1 holds 6 of 8.*3 more")
+    with torch.no_grad(), refused:
         model(torch.randint(61, (2, 3)), cache=cache)
     assert torch.equal(cache.k.nan_to_num(), before[0].nan_to_num())
     assert torch.equal(cache.lengths, before[1])
@@ -103,3 +104,25 @@ def test_padding_past_the_end_of_the_context_is_harmless(model: GPT2) -> None:
 def test_a_cache_beyond_the_context_is_refused(model: GPT2) -> None:
     with pytest.raises(ContextLengthError, match=r"33.*32"):
         KVCache(model.config, 1, 33)
+
+
+@pytest.mark.parametrize("slots", [[1, 1], [0, 2], [-1, 0]])
+def test_slots_are_distinct_and_there(model: GPT2, slots: list[int]) -> None:
+    cache = poisoned(model, 2)
+    with torch.no_grad(), pytest.raises(ValueError, match="slots"):
+        model(torch.randint(61, (2, 3)), cache=cache, slots=torch.tensor(slots))
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lengths", [[0, 3], [3, 4], [-1, 1]])
+def test_lengths_are_within_the_input(model: GPT2, lengths: list[int]) -> None:
+    cache = poisoned(model, 2)
+    for where in (None, cache):
+        with torch.no_grad(), pytest.raises(ValueError, match="lengths"):
+            model(torch.randint(61, (2, 3)), lengths=torch.tensor(lengths), cache=where)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_a_cache_and_gradients_do_not_go_together(model: GPT2) -> None:
+    with pytest.raises(ValueError, match="no_grad"):
+        model(torch.randint(61, (1, 3)), cache=poisoned(model, 1))

@@ -231,6 +231,14 @@ class TestFiles:
             ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "byte-level"),
             ({"pre_tokenizer": None}, "byte-level"),
             ({"normalizer": {"type": "NFC"}}, "byte-level"),
+            ({"post_processor": {"type": "TemplateProcessing"}}, "byte-level"),
+            ({"added_tokens": [{"id": 256, "content": "x y", "special": False}]}, "ordinary text"),
+            ({"model": "BPE"}, "format"),
+            ({"model": []}, "format"),
+            ({"pre_tokenizer": "ByteLevel"}, "format"),
+            ({"added_tokens": {"a": 1}}, "format"),
+            ({"added_tokens": [{"content": "x"}]}, "format"),
+            ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [1]}}, "format"),
         ],
     )
     def test_foreign_kinds_are_refused(self, tmp_path: Path, change: dict, reason: str) -> None:
@@ -251,6 +259,10 @@ class TestFiles:
         ("vocab", "merges", "settings", "reason"),
         [
             ({}, [], {"tokenizer_class": "T5Tokenizer"}, "T5Tokenizer"),
+            ({}, [], {"tokenizer_class": []}, "format"),
+            ({}, [], {"add_bos_token": True}, "add_bos_token"),
+            ({"ab": 256}, [], {}, "no merge makes"),
+            ({"\u0120ab": 256}, [], {}, "no merge makes"),
             ({"ab": 257, "cd": 256}, ["a b", "c d"], {}, "merge order"),
             ({"ab": 258}, ["a b"], {}, "not 0 to"),
             ({"ab": 3}, ["a b"], {}, "not 0 to"),
@@ -265,6 +277,36 @@ class TestFiles:
         directory = write_files(tmp_path, byte_vocab() | vocab, merges, **settings)
         with pytest.raises(TokenizerError, match=reason):
             Tokenizer.from_directory(directory)
+
+    def test_a_sequence_of_one_is_that_one(self, tmp_path: Path) -> None:
+        cutter = {"type": "ByteLevel", "add_prefix_space": False}
+        spec = {
+            "model": {"type": "BPE", "vocab": byte_vocab() | {"ab": 256}, "merges": [["a", "b"]]},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cutter]},
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        assert Tokenizer.from_directory(tmp_path).encode("ab") == [256]
+
+    @pytest.mark.parametrize("form", ["added_tokens.json", "tokenizer_config.json"])
+    def test_added_tokens_are_read_wherever_they_stand(self, tmp_path: Path, form: str) -> None:
+        content: dict = {"<|im_end|>": 256}
+        if form == "tokenizer_config.json":
+            token = {"content": "<|im_end|>", "special": True}
+            content = {"added_tokens_decoder": {"256": token}}
+        (write_files(tmp_path, byte_vocab(), []) / form).write_text(json.dumps(content))
+        config = GPT2Config(vocab_size=260, eos_token_id=256)
+        tokenizer = Tokenizer.from_directory(tmp_path, config)
+        assert tokenizer.n_vocab == 257
+        assert tokenizer.decode([256]) == "<|im_end|>"
+        assert tokenizer.encode("<|im_end|>", allow_special=True) == [256]
+        assert 256 not in tokenizer.encode("<|im_end|>")
+
+    def test_an_end_of_text_that_could_never_come_is_refused(self, tmp_path: Path) -> None:
+        directory = write_files(tmp_path, byte_vocab(), [])
+        with pytest.raises(TokenizerError, match="eos_token_id 256 is not in the tokeniser"):
+            Tokenizer.from_directory(directory, GPT2Config(vocab_size=260, eos_token_id=256))
+        # Beyond the model's rows it can do no harm.
+        Tokenizer.from_directory(directory, GPT2Config(vocab_size=260, eos_token_id=50256))
 
     def test_a_missing_byte_is_refused(self, tmp_path: Path) -> None:
         vocab = {char: id for id, char in enumerate(list(byte_vocab())[:-1])}

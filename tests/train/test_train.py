@@ -61,6 +61,7 @@ class TestResume:
     ) -> None:
         whole = train(text, tmp_path / "whole", TINY)
         train(text, tmp_path / "parts", TINY, stop_at=stop_at)
+        torch.manual_seed(12345)  # another process would not have our random state either
         parts = train(text, tmp_path / "parts", TINY, resume=True)
         for file in ("model.safetensors", "optimizer.safetensors"):
             a, b = ((tmp_path / run / "last" / file).read_bytes() for run in ("whole", "parts"))
@@ -194,6 +195,23 @@ class TestOptimizer:
             factor = 1 - config.learning_rate * 0.5 if parameter.dim() == 2 else 1
             torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
+    def test_gradients_are_clipped(self, model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+        norms = []
+        step = torch.optim.AdamW.step
+
+        def watched(self: torch.optim.AdamW) -> None:
+            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            norms.append(torch.stack([g.norm() for g in grads]).norm().item())
+            step(self)
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+        ids = torch.randint(61, (200,))
+        for clip in (0.0, 0.5):
+            config = dataclasses.replace(TINY, grad_clip=clip)
+            loop._train_step(model, build_optimizer(model, config), ids, config, 0)
+        assert norms[0] > 0.6
+        assert norms[1] == pytest.approx(0.5, rel=1e-3)
+
     def test_schedule(self) -> None:
         config = TrainConfig(steps=111, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
         assert [learning_rate(s, config) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
@@ -219,6 +237,8 @@ class TestBadInput:
             ("weight_decay", -1.0),
             ("beta2", 1.0),
             ("seed", -1),
+            ("seed", 2**63),
+            ("vocab_size", 10**22),
         ],
     )
     def test_hyperparameters_are_named(self, field: str, value: float) -> None:
@@ -239,6 +259,26 @@ class TestBadInput:
         path.write_text("short")
         with pytest.raises(UserError, match="too few"):
             train(path, tmp_path / "run", TINY)
+
+    def test_what_does_not_go_together(self, text: Path, tmp_path: Path) -> None:
+        for stop_at in (0, -3):
+            with pytest.raises(UserError, match="stop_at"):
+                train(text, tmp_path / "run", TINY, stop_at=stop_at)
+        with pytest.raises(UserError, match="nowhere"):
+            train(text, tmp_path / "run", TINY, tokenizer_from=tmp_path / "nowhere")
+        assert not (tmp_path / "run").exists()
+        train(text, tmp_path / "run", TINY, stop_at=1)
+        with pytest.raises(UserError, match="tokenizer_from"):
+            train(text, tmp_path / "run", TINY, resume=True, tokenizer_from=DEMO)
+
+    def test_a_damaged_state(self, text: Path, tmp_path: Path) -> None:
+        train(text, tmp_path / "run", TINY, stop_at=1)
+        path = tmp_path / "run" / "last" / "trainer_state.json"
+        state = json.loads(path.read_text())
+        for change in ({"step": "2"}, {"config": {"steps": 1, "x": 2}}, {"extra": 1}):
+            path.write_text(json.dumps({**state, **change}))
+            with pytest.raises(UserError, match=r"trainer_state\.json"):
+                train(text, tmp_path / "run", TINY, resume=True)
 
     def test_a_loss_that_is_not_finite_stops_the_run(self, text: Path, tmp_path: Path) -> None:
         wild = dataclasses.replace(TINY, learning_rate=1e30, warmup_steps=0, grad_clip=0.0)

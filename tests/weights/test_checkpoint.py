@@ -53,6 +53,9 @@ LAYOUTS: dict[str, Callable[[dict], dict]] = {
     ),
     "in a trainer": renamed(lambda key: "model." + key),
     "with a tied head": lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"]},
+    "with the head alone": lambda t: {
+        "lm_head.weight" if key == "transformer.wte.weight" else key: v for key, v in t.items()
+    },
     "with masks": lambda t: {
         **t,
         **{f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(3)},
@@ -112,6 +115,13 @@ def test_every_dtype_into_every_dtype(
         assert ours.dtype == dtype
         assert ours.requires_grad
         assert torch.equal(ours, original.to(stored).to(dtype)), name
+
+
+def test_values_beyond_float16_are_refused_not_made_infinite(saved: Path) -> None:
+    rewrite(saved, lambda t: {**t, QKV: t[QKV] * 1e6})
+    with pytest.raises(CheckpointError, match=r"c_attn\.weight has values beyond float16"):
+        load(saved, dtype=torch.float16)
+    load(saved, dtype=torch.bfloat16)
 
 
 class TestHead:
@@ -205,7 +215,7 @@ class TestDamage:
         with pytest.raises(CheckpointError, match="missing shard model-00002-of-00003"):
             load(saved)
 
-    @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", 3])
+    @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", 3, ["a"]])
     def test_an_index_cannot_lead_outside(self, saved: Path, name: object) -> None:
         (saved / "model.safetensors").unlink()
         index = saved / "model.safetensors.index.json"
@@ -228,6 +238,21 @@ class TestNotThere:
     def test_no_such_path(self, source: str) -> None:
         with pytest.raises(CheckpointError, match="no such file or directory"):
             load(source)
+
+    def test_demo_is_the_bundled_one_whatever_lies_here(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "demo").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert open_checkpoint("demo").config.vocab_size == 2048
+        with pytest.raises(CheckpointError, match=r"no config\.json"):
+            open_checkpoint("./demo")
+
+    def test_a_json_file_and_an_unknown_home(self, saved: Path) -> None:
+        with pytest.raises(CheckpointError, match="pass its directory"):
+            load(saved / "config.json")
+        with pytest.raises(CheckpointError, match="nobody-here"):
+            load("~nobody-here/model")
 
     def test_directories_that_are_not_checkpoints(self, saved: Path) -> None:
         (saved / "model.safetensors").unlink()
@@ -256,6 +281,9 @@ def test_generation_config_decides_the_ids(saved: Path) -> None:
     config = open_checkpoint(saved).config
     assert config.eos_token_ids == (4, 9)
     assert config.bos_token_id == 0
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": -4}))
+    with pytest.raises(UserError, match=r"generation_config\.json: .*eos_token_id"):
+        open_checkpoint(saved)
 
 
 def test_a_foreign_tokeniser_leaves_the_model_usable(saved: Path) -> None:

@@ -125,6 +125,22 @@ class TestNanoGPT:
             with pytest.raises(CheckpointError, match=f"cannot keep {size} of 70"):
                 convert(path, tmp_path / "other", vocab_size=size)
 
+    def test_a_head_of_its_own_is_kept(self, tmp_path: Path) -> None:
+        path = tmp_path / "ckpt.pt"
+        nanogpt_file(path)
+        saved = torch.load(path, weights_only=True)
+        saved["model"]["lm_head.weight"] = saved["model"]["lm_head.weight"] * 2
+        torch.save(saved, path)
+        model = convert(path, tmp_path / "out")
+        assert not model.config.tie_word_embeddings
+        assert torch.equal(model.head_weight, model.wte.weight * 2)
+
+    def test_a_shape_that_is_none_is_named_with_its_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "ckpt.pt"
+        torch.save({"model": {}, "model_args": {**ARGS, "n_head": 3}}, path)
+        with pytest.raises(CheckpointError, match=r"ckpt\.pt: .*n_head 3"):
+            convert(path, tmp_path / "out")
+
     def test_a_fork_with_more_to_it_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "ckpt.pt"
         torch.save({"model": {}, "model_args": {**ARGS, "n_kv_head": 1}}, path)
@@ -180,6 +196,10 @@ class TestPyTorchModelBin:
             load(tmp_path / "out")[0](PROBE).logits, expected, rtol=1e-5, atol=1e-5
         )
 
+    def test_generation_config_decides_the_ids(self, pickled: Path, tmp_path: Path) -> None:
+        (pickled / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 9]}))
+        assert convert(pickled, tmp_path / "out").config.eos_token_ids == (4, 9)
+
     def test_the_legacy_format(self, pickled: Path, tmp_path: Path) -> None:
         path = pickled / "pytorch_model.bin"
         state = torch.load(path, weights_only=True)
@@ -223,7 +243,10 @@ class TestRefused:
         with pytest.raises(CheckpointError, match="pytorch_model"):
             convert(pickled, tmp_path / "out")
 
-    @pytest.mark.parametrize("saved", [[1, 2], {"a": 1}, torch.ones(2)])
+    @pytest.mark.parametrize(
+        "saved",
+        [[1, 2], {"a": 1}, torch.ones(2), {3: torch.ones(2)}, {"a": torch.ones(2).to_sparse()}],
+    )
     def test_what_is_not_a_state_dict(self, pickled: Path, tmp_path: Path, saved: object) -> None:
         torch.save(saved, pickled / "pytorch_model.bin")
         with pytest.raises(CheckpointError, match="not a"):

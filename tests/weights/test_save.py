@@ -44,6 +44,40 @@ def test_one_copy_of_a_tied_head_under_hugging_faces_names(model: GPT2, tmp_path
     assert tensors.keys() == expected
 
 
+def test_tensors_begin_at_multiples_of_8_bytes(
+    small_model: Callable[..., GPT2], tmp_path: Path
+) -> None:
+    for n_layer in (1, 2, 10):
+        save_checkpoint(small_model(n_layer=n_layer), tmp_path / str(n_layer))
+        raw = (tmp_path / str(n_layer) / "model.safetensors").read_bytes()
+        assert int.from_bytes(raw[:8], "little") % 8 == 0
+
+
+def test_a_failed_replacement_puts_the_old_back(
+    model: GPT2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(model, tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.startswith(".model.") and not self.name.endswith(".old"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Input"):
+        save_checkpoint(model, tmp_path / "model", overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_a_failure_takes_the_parents_it_made_along(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_half(tmp_path / "a" / "b" / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tokeniser_and_ids_come_along(demo: tuple, tmp_path: Path) -> None:
     model, tokenizer = demo
     save_checkpoint(model, tmp_path / "copy", tokenizer_from=DEMO)
