@@ -9,7 +9,7 @@ ROOMS = ("model", "kernels", "weights", "bench", "train")
 setup(
     name="gptile",
     version="0.1.0",
-    description="GPT-2 from scratch on its own kernels, equal to transformers.",
+    description="GPT-2 from scratch, equal to transformers.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",

@@ -1,4 +1,4 @@
-"""GPT-2 from scratch on its own kernels: ``from gptile import load, generate``.
+"""GPT-2 from scratch, equal to transformers: ``from gptile import load, generate``.
 
 Names are imported on first use, so that the command line answers ``--help`` without PyTorch.
 """

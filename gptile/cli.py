@@ -84,7 +84,7 @@ def model_options(command: Callable) -> Callable:
 )
 @click.version_option(gptile.__version__, prog_name="gptile")
 def cli() -> None:
-    """GPT-2 from scratch on its own kernels, equal to transformers."""
+    """GPT-2 from scratch, equal to transformers."""
 
 
 @cli.command(
@@ -132,14 +132,18 @@ def generate(
     empty prompt starts from the model's beginning-of-text token.
     """
     from gptile.model.sampling import SamplingParams
+    from gptile.model.tokenizer import TokenizerError
     from gptile.weights import open_checkpoint
 
     text = _read_prompt(prompt, prompt_file)
     params = SamplingParams(**sampling)
     checkpoint = open_checkpoint(model, revision)
-    tokenizer = None
-    if not as_ids or params.stop:
+    try:
         tokenizer = checkpoint.load_tokenizer()
+    except TokenizerError:
+        if not as_ids or params.stop:
+            raise
+        tokenizer = None
     given: str | list[int] = _parse_ids(text) if as_ids else text
     where = parse_device(device)
     with status(f"loading {model}"):

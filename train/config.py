@@ -30,7 +30,7 @@ class TrainConfig:
     n_embd: int = _option(256, "Width of the residual stream.")
     vocab_size: int = _option(2048, "Size of the byte-level BPE trained on the data.")
     dropout: float = _option(0.2, "On embedding, attention and residual alike.")
-    learning_rate: float = _option(1e-3, "Highest rate, reached after the warm-up.")
+    learning_rate: float = _option(2e-3, "Highest rate, reached after the warm-up.")
     min_learning_rate: float = _option(1e-4, "Where the cosine ends, at the last step.")
     warmup_steps: int = _option(100, "Steps of linear warm-up.")
     weight_decay: float = _option(0.1, "AdamW's, on matrices only.")

@@ -137,6 +137,11 @@ class TestGenerate:
         fails(gptile("generate", "hi", *model), "token ids, not on text")
         run = gptile("generate", "--ids", "1 2 3", "--max-new-tokens", "3", *model)
         assert len(run.stdout.split()) == 3
+        record = json.loads(
+            gptile("generate", "--ids", "1 2", "--json", "--max-new-tokens", "2", *model).stdout
+        )
+        assert record["prompt"] == [1, 2]
+        assert record["completions"][0]["text"] is None
 
 
 class TestWrongInput:
