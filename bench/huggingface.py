@@ -36,7 +36,9 @@ def import_transformers() -> Any:
         try:
             import transformers
         except ImportError:
-            raise UserError("transformers is needed: pip install gptile[bench]") from None
+            raise UserError(
+                "transformers is needed: in the repository, pip install '.[bench]'"
+            ) from None
         import transformers.integrations.hub_kernels
         import transformers.models.gpt2.modeling_gpt2
         from transformers.utils.import_utils import is_kernels_available

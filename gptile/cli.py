@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Parameters. A model smaller than this gains little from more threads, and on a busy machine the
 # threads waiting for each other made the demo ten times slower.
 _ONE_THREAD_BELOW = 20_000_000
+_OUT_OF_MEMORY = r"out of memory|can't allocate memory"
 
 
 def main() -> None:
@@ -50,7 +52,8 @@ def main() -> None:
         code = _fail(f"{where}{error.strerror or error}", 1)
     except (MemoryError, RuntimeError) as error:
         # PyTorch reports a full memory as a RuntimeError; any other is ours to mend, and is shown.
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        full = isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, str(error))
+        if not full:
             raise
         code = _fail("not enough memory; make the request, the batch or the model smaller", 1)
     sys.exit(code)
@@ -132,7 +135,7 @@ def generate(
     empty prompt starts from the model's beginning-of-text token.
     """
     from gptile.model.sampling import SamplingParams
-    from gptile.model.tokenizer import TokenizerError
+    from gptile.model.tokenizer import NoTokenizerError
     from gptile.weights import open_checkpoint
 
     text = _read_prompt(prompt, prompt_file)
@@ -140,7 +143,7 @@ def generate(
     checkpoint = open_checkpoint(model, revision)
     try:
         tokenizer = checkpoint.load_tokenizer()
-    except TokenizerError:
+    except NoTokenizerError:
         if not as_ids or params.stop:
             raise
         tokenizer = None
@@ -304,7 +307,7 @@ def train_options(command: Callable) -> Callable:
 @click.argument("data", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory of the run.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out, bit for bit.")
-@click.option("--stop-at", type=int, help="End early, after this step.")
+@click.option("--stop-at", type=int, help="Save and end after this step.")
 @click.option(
     "--tokenizer-from",
     type=click.Path(path_type=Path),
@@ -334,7 +337,8 @@ def train(
         stop_at=stop_at,
         device=parse_device(device),
     )
-    click.echo(f"{out}: step {state.step}, best validation loss {state.best_val_loss:.4f}")
+    best = f"{state.best_val_loss:.4f}" if state.log else "not measured yet"
+    click.echo(f"{out}: step {state.step}, best validation loss {best}")
 
 
 @cli.command(**examples("gptile doctor", "gptile doctor --json"))
@@ -354,21 +358,22 @@ def doctor(as_json: bool) -> None:
 
 
 @cli.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
-@click.argument("directory", type=click.Path(path_type=Path), required=False)
+@click.argument("model", default="demo")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1")
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def parity(directory: Path | None, tokens: int, dtype: str, as_json: bool) -> None:
-    """Compare a local checkpoint with transformers, number by number.
+def parity(model: str, device: str, tokens: int, dtype: str, as_json: bool) -> None:
+    """Compare a checkpoint with transformers, number by number. MODEL as in generate --model.
 
-    Both are measured against transformers in fp64. Needs transformers: pip install gptile[bench].
-    Exit code 1 where ours is further off than allowed.
+    Both are measured against transformers in fp64 on the CPU. Needs transformers: in the
+    repository, pip install '.[bench]'. Exit code 1 where ours is further off than allowed.
     """
     from gptile.bench.parity import ALLOWED_RATIO, compare
-    from gptile.weights.files import DEMO
 
+    where = parse_device(device)
     with status("running both"):
-        results = compare(directory or DEMO, n_tokens=tokens, dtype=parse_dtype(dtype))
+        results = compare(model, n_tokens=tokens, dtype=parse_dtype(dtype), device=where)
     if as_json:
         click.echo(json.dumps({"comparisons": [dataclasses.asdict(r) for r in results]}))
     else:

@@ -102,9 +102,11 @@ def _cuda(name: str) -> Check:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
+            arch = f"sm_{properties.major}{properties.minor}"
+            if torch.version.hip:
+                arch = properties.gcnArchName
             parts.append(
-                f"{properties.name} sm_{properties.major}{properties.minor}, "
-                f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}"
+                f"{properties.name} {arch}, {free / 2**30:.1f} GiB free of {total / 2**30:.1f}"
             )
         return Check(name, "ok", "; ".join(parts))
     if driver.exists() and not torch.version.cuda:
@@ -149,16 +151,21 @@ def _hub(name: str) -> Check:
 def _forward_pass(name: str) -> Check:
     try:
         started = time.perf_counter()
-        model, tokenizer = load("demo")
+        model, tokenizer = load("demo", device=_default_device())
         loaded = time.perf_counter() - started
         greedy = SamplingParams(temperature=0, max_new_tokens=16)
         text = generate(model, "ROMEO:", greedy, tokenizer=tokenizer)[0].text
     except UserError as error:
         return Check(name, "fail", str(error), "reinstall gptile: the demo checkpoint is damaged")
-    return Check(name, "ok", f"demo loaded in {loaded:.2f} s; ROMEO: continues as {text!r}")
+    found = f"demo on {_default_device()}, loaded in {loaded:.2f} s; ROMEO: continues as {text!r}"
+    return Check(name, "ok", found)
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _plan(name: str) -> Check:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _default_device()
     why = "a CUDA device is here" if device == "cuda" else "no CUDA device is here"
     return Check(name, "ok", f"{device} by default, because {why}; PyTorch operations, float32")

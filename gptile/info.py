@@ -10,7 +10,8 @@ from gptile.weights.checkpoint import check_tensors, with_embedding
 
 
 def describe(model: str, revision: str | None = None) -> dict[str, Any]:
-    """A record of a checkpoint; no weights are read, but every tensor is checked by name and shape.
+    """A record of a checkpoint, every tensor checked by name and shape; of the weights only the
+    headers are read.
 
     Raises:
         UserError: if the checkpoint is not whole, or not a GPT-2 we run.

@@ -1,4 +1,4 @@
-"""One file per operation: its formula, its PyTorch reference and, beside it, its kernel."""
+"""One file per operation: its formula, its traffic and its PyTorch reference."""
 
 from gptile.kernels.linear import ACTIVATIONS
 from gptile.kernels.linear_cross_entropy import IGNORE_INDEX

@@ -114,8 +114,8 @@ def sample_reference(
     drawn = temperature > 0
     if drawn.any():
         # Subtracting the maximum first keeps every temperature finite: 0 / t = 0, -x / t -> -inf.
-        heat = torch.where(drawn, temperature, 1).clamp(min=torch.finfo(torch.float32).tiny)
-        scaled = (scores - scores.amax(-1, keepdim=True)) / heat.unsqueeze(-1)
+        divisor = torch.where(drawn, temperature, 1).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = (scores - scores.amax(-1, keepdim=True)) / divisor.unsqueeze(-1)
         filtered = filter_scores(scaled, top_k, top_p, min_p)
         cdf = filtered.double().softmax(-1).cumsum(-1)
         # Scaled by the last entry, which is 1 only up to rounding, so that target < cdf[-1].

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ class GPT2Config:
             _require(_is_number(value) and 0 <= value < 1, self, name, "in [0, 1)")
         for name in ("layer_norm_epsilon", "initializer_range"):
             value = getattr(self, name)
-            _require(_is_number(value) and 0 < value < math.inf, self, name, "a number > 0")
+            _require(_is_number(value) and 0 < value < 1e30, self, name, "a positive number")
         for field in dataclasses.fields(self):
             if field.type is bool:
                 value = getattr(self, field.name)
@@ -217,7 +216,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (_is_int(value) and abs(value) < 2**63)  # type: ignore[arg-type]
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 PRESETS: dict[str, GPT2Config] = {

@@ -112,6 +112,13 @@ def _embedding(n_rows: int, n_columns: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(n_rows, n_columns), freeze=False)
 
 
+def _check_lengths(lengths: Tensor, n_tokens: int) -> None:
+    if torch.compiler.is_compiling():
+        return  # a graph cannot branch on values
+    if not ((lengths >= 1) & (lengths <= n_tokens)).all():
+        raise ValueError(f"lengths must be from 1 to {n_tokens}, got {lengths.tolist()}")
+
+
 class GPT2(nn.Module):
     """The whole model. ``GPT2(config)`` is initialised as GPT-2 was and in training mode."""
 
@@ -183,8 +190,8 @@ class GPT2(nn.Module):
         n_rows, n_tokens = ids.shape
         if lengths is None:
             lengths = torch.full((n_rows,), n_tokens, device=ids.device)
-        elif not ((lengths >= 1) & (lengths <= n_tokens)).all():
-            raise ValueError(f"lengths must be from 1 to {n_tokens}, got {lengths.tolist()}")
+        else:
+            _check_lengths(lengths, n_tokens)
         positions = torch.arange(n_tokens, device=ids.device)
         span = None
         if cache is not None:
@@ -217,7 +224,7 @@ class GPT2(nn.Module):
         if targets is not None:
             output.loss = self.ops.linear_cross_entropy(x, self.head_weight, targets)
         if isinstance(logits_for, Tensor):
-            x = x.take_along_dim(logits_for.unsqueeze(-1), dim=1)
+            x = x.take_along_dim(logits_for.long().unsqueeze(-1), dim=1)
         elif logits_for == "last":
             x = x.take_along_dim((lengths.long() - 1).view(-1, 1, 1), dim=1)
         elif logits_for == "none":

@@ -17,7 +17,7 @@ SEED_LIMIT = 2**63
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request, with the names and the meaning of transformers' ``generate``.
+    """Parameters of one request; those that transformers' ``generate`` has too mean the same.
 
     Attributes:
         max_new_tokens: how many tokens at most; None for as many as the context has room for.

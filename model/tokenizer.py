@@ -45,6 +45,10 @@ class TokenizerError(UserError):
     """The checkpoint has no tokeniser this class can reproduce, or the text or ids do not fit."""
 
 
+class NoTokenizerError(TokenizerError):
+    """The checkpoint has no tokeniser, or one of another kind: it runs on token ids."""
+
+
 class Tokenizer:
     """Text to GPT-2 token ids and back, without loss.
 
@@ -88,8 +92,8 @@ class Tokenizer:
             config: of the checkpoint, to refuse a vocabulary that is not the model's.
 
         Raises:
-            TokenizerError: if there are none, they describe another kind of tokeniser, or their
-                ids do not fit the config.
+            NoTokenizerError: if there are none, or they describe another kind of tokeniser.
+            TokenizerError: if they are damaged, or their ids do not fit the config.
         """
         try:
             if (directory / VOCAB_FILE).exists() and (directory / MERGES_FILE).exists():
@@ -97,7 +101,7 @@ class Tokenizer:
             elif (directory / TOKENIZER_FILE).exists():
                 tokenizer = cls._from_tokenizer_json(directory, config)
             else:
-                raise TokenizerError(
+                raise NoTokenizerError(
                     f"{directory}: no GPT-2 tokeniser ({VOCAB_FILE} with {MERGES_FILE}, or "
                     f"{TOKENIZER_FILE}); the model runs on token ids, not on text"
                 )
@@ -132,9 +136,9 @@ class Tokenizer:
         path = directory / TOKENIZER_FILE
         spec = read_json_object(path)
         model = spec["model"]
-        cutter = spec.get("pre_tokenizer") or {}
-        if cutter.get("type") == "Sequence" and len(cutter["pretokenizers"]) == 1:
-            cutter = cutter["pretokenizers"][0]
+        splitter = spec.get("pre_tokenizer") or {}
+        if splitter.get("type") == "Sequence" and len(splitter["pretokenizers"]) == 1:
+            splitter = splitter["pretokenizers"][0]
         after = spec.get("post_processor") or {"type": "ByteLevel"}
         byte_level_bpe = (
             model.get("type", "BPE") == "BPE"
@@ -144,13 +148,13 @@ class Tokenizer:
             and not model.get("ignore_merges")
             and not model.get("continuing_subword_prefix")
             and not model.get("end_of_word_suffix")
-            and cutter.get("type") == "ByteLevel"
-            and cutter.get("use_regex", True)
+            and splitter.get("type") == "ByteLevel"
+            and splitter.get("use_regex", True)
             and spec.get("normalizer") is None
             and after["type"] == "ByteLevel"
         )
         if not byte_level_bpe:
-            raise TokenizerError(
+            raise NoTokenizerError(
                 f"{path}: not GPT-2's byte-level BPE; the model runs on token ids, not on text"
             )
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
@@ -158,7 +162,7 @@ class Tokenizer:
         added |= _added_tokens(((t["id"], t) for t in spec.get("added_tokens") or []), config, path)
         ranks, special = _split_vocabulary(model["vocab"], merges, added, path)
         # The flag's default in that format is true.
-        return cls(ranks, special, add_prefix_space=bool(cutter.get("add_prefix_space", True)))
+        return cls(ranks, special, add_prefix_space=bool(splitter.get("add_prefix_space", True)))
 
     def _check_fits(self, config: GPT2Config, where: Path) -> None:
         if self.n_vocab > config.vocab_size:
@@ -289,7 +293,7 @@ def _read_settings(
     settings = read_json_object(path) if path.exists() else {}
     kind = settings.get("tokenizer_class")
     if kind is not None and kind not in _BYTE_LEVEL_CLASSES:
-        raise TokenizerError(
+        raise NoTokenizerError(
             f"{path}: tokenizer_class {kind} is not GPT-2's byte-level BPE; "
             "the model runs on token ids, not on text"
         )

@@ -8,7 +8,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # A room may import the rooms after it.
 ORDER = ["gptile", "bench", "train", "weights", "model", "kernels"]
-# gptile.model.errors holds the one exception type that the front door needs without PyTorch.
 SOURCES = [path for room in ORDER for path in sorted((ROOT / room).rglob("*.py"))]
 
 

@@ -18,7 +18,7 @@ from gptile.weights.safetensors_file import open_safetensors, write_safetensors
 from gptile.weights.save import atomic_directory, write_json, write_model
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "trainer_state.json"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
 
 
@@ -28,6 +28,7 @@ class TrainState:
 
     Attributes:
         step: optimiser steps done.
+        pending_losses: training losses since the last validation.
         best_val_loss: the lowest validation loss so far, in nats per token.
         log: one record per validation.
     """
@@ -36,6 +37,7 @@ class TrainState:
     data_sha256: str
     step: int = 0
     best_val_loss: float = float("inf")
+    pending_losses: list[float] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -52,7 +54,7 @@ def save_run(
         moments = {
             f"{name}.{moment}": optimizer.state[parameter][moment]
             for name, parameter in model.named_parameters()
-            for moment in _MOMENTS
+            for moment in _ADAMW_STATE
         }
         write_safetensors(staging / OPTIMIZER_FILE, moments)
         write_json(staging / STATE_FILE, dataclasses.asdict(state))
@@ -65,6 +67,10 @@ def load_state(directory: Path) -> TrainState:
         UserError: if there is none, or it is damaged.
     """
     path = directory / STATE_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory.parent}: no run was saved there; start it without resume, in a new place"
+        )
     fields = read_json_object(path)
     try:
         state = TrainState(**{**fields, "config": TrainConfig(**fields["config"])})
@@ -85,7 +91,7 @@ def load_optimizer(directory: Path, model: GPT2, optimizer: torch.optim.Optimize
     with open_safetensors(path) as file:
         stored = set(file.keys())
         for name, parameter in model.named_parameters():
-            keys = {moment: f"{name}.{moment}" for moment in _MOMENTS}
+            keys = {moment: f"{name}.{moment}" for moment in _ADAMW_STATE}
             if missing := [key for key in keys.values() if key not in stored]:
                 raise CheckpointError(f"{path}: no {missing[0]}")
             moments = {moment: file.get_tensor(key) for moment, key in keys.items()}

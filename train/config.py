@@ -28,7 +28,7 @@ class TrainConfig:
     n_layer: int = _option(6, "Transformer blocks.")
     n_head: int = _option(4, "Attention heads.")
     n_embd: int = _option(256, "Width of the residual stream.")
-    vocab_size: int = _option(2048, "Size of the byte-level BPE trained on the data.")
+    vocab_size: int = _option(2048, "Of the byte-level BPE to train; unused if one is given.")
     dropout: float = _option(0.2, "On embedding, attention and residual alike.")
     learning_rate: float = _option(2e-3, "Highest rate, reached after the warm-up.")
     min_learning_rate: float = _option(1e-4, "Where the cosine ends, at the last step.")
@@ -53,6 +53,11 @@ class TrainConfig:
                 raise UserError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if not 0 < self.learning_rate < float("inf"):
             raise UserError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(
+                f"min_learning_rate {self.min_learning_rate} is above learning_rate "
+                f"{self.learning_rate}"
+            )
         if not 0 < self.val_fraction < 1:
             raise UserError(f"val_fraction must be between 0 and 1, got {self.val_fraction}")
         if not 257 <= self.vocab_size <= 2**20:

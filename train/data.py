@@ -56,7 +56,9 @@ def train_tokenizer(text: str, vocab_size: int, directory: Path) -> None:
         from tokenizers import Tokenizer as Trainable
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError:
-        raise UserError("training a tokeniser needs `pip install gptile[train]`") from None
+        raise UserError(
+            "training a tokeniser needs tokenizers: in the repository, pip install '.[train]'"
+        ) from None
     bpe = Trainable(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def train(
         tokenizer_from: directory with a tokeniser to use; by default one is trained on the
             training part of the text.
         resume: continue the run in ``out``.
-        stop_at: end early, after this step, as if interrupted.
+        stop_at: save and end after this step, as if interrupted there.
         device: where to train.
 
     Raises:
@@ -100,27 +101,29 @@ def train(
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=config.steps, completed=state.step)
-        losses: list[Tensor] = []
         started = time.perf_counter()
         while state.step < last_step:
-            losses.append(_train_step(model, optimizer, dataset.train, config, state.step))
+            loss = _train_step(model, optimizer, dataset.train, config, state.step)
+            state.pending_losses.append(loss)
             state.step += 1
             progress.update(bar, advance=1)
-            if state.step % config.eval_interval == 0 or state.step == last_step:
-                record = _evaluate(model, dataset, state, losses, time.perf_counter() - started)
+            evaluating = state.step % config.eval_interval == 0 or state.step == config.steps
+            if evaluating:
+                record = _evaluate(model, dataset, state, time.perf_counter() - started)
                 if improved := record["val_loss"] < state.best_val_loss:
                     state.best_val_loss = record["val_loss"]
                     save_checkpoint(
                         model, out / BEST, tokenizer_from=out / TOKENIZER, overwrite=True
                     )
-                save_run(out / LAST, model, optimizer, state, out / TOKENIZER)
                 progress.console.print(
                     f"step {record['step']:>6}  train {record['train_loss']:.4f}  "
                     f"val {record['val_loss']:.4f}  {record['val_bits_per_byte']:.4f} bits/byte"
                     + ("  best" if improved else "")
                 )
                 (out / LOG_FILE).write_text("".join(json.dumps(r) + "\n" for r in state.log))
-                losses, started = [], time.perf_counter()
+                started = time.perf_counter()
+            if evaluating or state.step == last_step:
+                save_run(out / LAST, model, optimizer, state, out / TOKENIZER)
     return state
 
 
@@ -156,7 +159,7 @@ def _new_model(tokenizer: Tokenizer, config: TrainConfig) -> GPT2:
 
 def _train_step(
     model: GPT2, optimizer: torch.optim.Optimizer, ids: Tensor, config: TrainConfig, step: int
-) -> Tensor:
+) -> float:
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config)
@@ -164,32 +167,31 @@ def _train_step(
     inputs, targets = (part.to(device) for part in training_batch(ids, config, step))
     torch.manual_seed(step_seed(config.seed, step))  # dropout
     loss = model(inputs, targets, logits_for="none").loss
-    if not math.isfinite(loss.item()):
-        raise UserError(f"the loss is {loss.item()} at step {step}; lower the learning rate")
+    value = loss.item()
+    if not math.isfinite(value):
+        raise UserError(f"the loss is {value} at step {step}; lower the learning rate")
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     if config.grad_clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     optimizer.step()
-    return loss.detach()
+    return value
 
 
-def _evaluate(
-    model: GPT2, dataset: Dataset, state: TrainState, losses: list[Tensor], seconds: float
-) -> dict[str, Any]:
-    """Validate and add a record to the state's log; ``seconds`` is the training time since the
-    last one."""
+def _evaluate(model: GPT2, dataset: Dataset, state: TrainState, seconds: float) -> dict[str, Any]:
+    """Validate and add a record to the state's log; ``seconds`` is the time since the last one."""
     loss = validation_loss(model, dataset.val, state.config)
     bits_per_byte = loss * (len(dataset.val) - 1) / dataset.val_bytes / math.log(2)
     record = {
         "step": state.step,
-        "train_loss": round(float(torch.stack(losses).mean()), 6),
+        "train_loss": round(statistics.fmean(state.pending_losses), 6),
         "val_loss": round(loss, 6),
         "val_bits_per_byte": round(bits_per_byte, 6),
         "learning_rate": learning_rate(state.step - 1, state.config),
         "seconds": round(seconds, 1),
     }
     state.log.append(record)
+    state.pending_losses = []
     return record
 
 

@@ -16,18 +16,20 @@ from gptile.kernels import Ops
 from gptile.model.config import GPT2Config, read_json_object
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
-from gptile.model.tokenizer import Tokenizer, TokenizerError
+from gptile.model.tokenizer import NoTokenizerError, Tokenizer
 from gptile.weights.errors import CheckpointError
 from gptile.weights.files import CheckpointFiles, find_checkpoint
 from gptile.weights.names import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
     HEAD,
     TOKEN_EMBEDDING,
+    TOKEN_ID_FIELDS,
     canonical_name,
     is_conv1d,
     is_mask_buffer,
 )
 from gptile.weights.safetensors_file import FLOAT_DTYPES, open_safetensors
-from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE
 
 _SHOWN = 4
 """How many tensors of a kind an error names."""
@@ -126,7 +128,7 @@ class Checkpoint:
         """The tokeniser in the checkpoint's directory.
 
         Raises:
-            TokenizerError: if it has none, or not a GPT-2 one: the model then runs on ids only.
+            TokenizerError: if it has none, or not a GPT-2 one, or a damaged one.
         """
         return Tokenizer.from_directory(self.files.directory, self.config)
 
@@ -195,8 +197,7 @@ def read_config(directory: Path) -> GPT2Config:
     if not path.exists():
         return config
     generation = read_json_object(path)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids: dict[str, Any] = {name: generation[name] for name in names if name in generation}
+    ids: dict[str, Any] = {n: generation[n] for n in TOKEN_ID_FIELDS if n in generation}
     try:
         return dataclasses.replace(config, **ids)
     except UserError as error:
@@ -211,7 +212,7 @@ def load(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
 ) -> tuple[GPT2, Tokenizer | None]:
-    """The model and its tokeniser, None where the checkpoint has none that fits.
+    """The model and its tokeniser, None where the checkpoint has none of GPT-2's kind.
 
     Example:
         >>> model, tokenizer = load("gpt2", device="cuda", dtype=torch.bfloat16)
@@ -223,7 +224,7 @@ def load(
     model = checkpoint.load_model(dtype=dtype, device=device, ops=ops)
     try:
         return model, checkpoint.load_tokenizer()
-    except TokenizerError:
+    except NoTokenizerError:
         return model, None
 
 
@@ -235,6 +236,12 @@ def with_embedding(
         others = {name: tensor for name, tensor in stored.items() if name != HEAD}
         return {TOKEN_EMBEDDING: stored[HEAD], **others}
     return stored
+
+
+def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, as the model keeps it."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT2(config).named_parameters()}
 
 
 def check_tensors(
@@ -250,8 +257,7 @@ def check_tensors(
     Raises:
         CheckpointError: naming what does not fit.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT2(config).named_parameters()}
+    shapes = parameter_shapes(config)
     expected = {
         name: shape[::-1] if conv1d and is_conv1d(name) else shape for name, shape in shapes.items()
     }

@@ -22,19 +22,21 @@ from gptile.weights.checkpoint import (
     add_tensor,
     build_model,
     open_checkpoint,
+    parameter_shapes,
     read_config,
 )
 from gptile.weights.errors import CheckpointError
-from gptile.weights.files import (
+from gptile.weights.files import local_path, shard_paths
+from gptile.weights.names import (
+    CONFIG_FILE,
+    HEAD,
     PICKLE_FILE,
     PICKLE_INDEX_FILE,
     PICKLE_SUFFIXES,
-    local_path,
-    shard_paths,
+    TOKEN_EMBEDDING,
 )
-from gptile.weights.names import HEAD, TOKEN_EMBEDDING
 from gptile.weights.safetensors_file import FLOAT_DTYPES, dtype_name
-from gptile.weights.save import CONFIG_FILE, atomic_directory, write_model
+from gptile.weights.save import atomic_directory, write_model
 
 # nanoGPT rounds GPT-2's vocabulary up to a multiple of 64; the rows between have no token.
 _NANOGPT_PADDED_VOCAB, _GPT2_VOCAB = 50304, 50257
@@ -188,9 +190,7 @@ def _open_nanogpt(saved: dict[str, Any], path: Path) -> _Source:
         raise CheckpointError(f"{path}: {error}") from None
     if not args.get("bias", True):
         # nanoGPT may train without biases; a bias of zero is the same function.
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in GPT2(config).named_parameters()}
-        for name, shape in shapes.items():
+        for name, shape in parameter_shapes(config).items():
             if name.endswith(".bias") and name not in tensors:
                 tensors[name] = _stored(name, path, torch.zeros(shape))
     return _Source(config, tensors, conv1d=False)

@@ -6,10 +6,15 @@ from pathlib import Path
 
 from gptile.model.config import read_json_object
 from gptile.weights.errors import CheckpointError
-from gptile.weights.save import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from gptile.weights.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_FILE,
+    PICKLE_INDEX_FILE,
+    PICKLE_SUFFIXES,
+    WEIGHTS_FILE,
+)
 
-PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO = Path(__file__).parent / "demo"
 """The checkpoint that ships with the package."""
 

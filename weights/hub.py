@@ -22,8 +22,14 @@ from gptile.model.tokenizer import (
     VOCAB_FILE,
 )
 from gptile.weights.errors import CheckpointError
-from gptile.weights.files import PICKLE_FILE, shard_names
-from gptile.weights.save import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from gptile.weights.files import shard_names
+from gptile.weights.names import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+)
 
 
 def fetch(repo: str, revision: str | None) -> Path:

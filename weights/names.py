@@ -1,6 +1,13 @@
-"""How checkpoints name and lay out GPT-2's tensors, and how we do."""
+"""How checkpoints name their files, and name and lay out GPT-2's tensors."""
 
 import re
+
+CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What ``generation_config.json`` has in common with ``config.json``."""
 
 # Wrappers of torch.compile, (D)DP and DeepSpeed, FSDP, and activation checkpointing: they insert
 # their name anywhere in a path.

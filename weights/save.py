@@ -14,11 +14,15 @@ from torch import Tensor
 from gptile.model.gpt2 import GPT2
 from gptile.model.tokenizer import TOKENIZER_FILES
 from gptile.weights.errors import CheckpointError
-from gptile.weights.names import hugging_face_name, is_conv1d
+from gptile.weights.names import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    TOKEN_ID_FIELDS,
+    WEIGHTS_FILE,
+    hugging_face_name,
+    is_conv1d,
+)
 from gptile.weights.safetensors_file import write_safetensors
-
-CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def save_checkpoint(
@@ -53,10 +57,9 @@ def write_model(
     config = model.config.to_dict()
     stored = dtype or model.wte.weight.dtype
     write_json(directory / CONFIG_FILE, {**config, "dtype": str(stored).removeprefix("torch.")})
-    token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     write_json(
         directory / GENERATION_CONFIG_FILE,
-        {name: config[name] for name in token_ids if config[name] is not None},
+        {name: config[name] for name in TOKEN_ID_FIELDS if config[name] is not None},
     )
     write_safetensors(directory / WEIGHTS_FILE, hugging_face_tensors(model), stored)
     if tokenizer_from is not None:

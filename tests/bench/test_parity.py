@@ -84,7 +84,7 @@ def test_parity_of_small_configs(tmp_path: Path, name: str) -> None:
     assert sum(name.startswith("grad ") for name in names) == 4 + 12 * n_layer + (
         CONFIGS[name].get("tie_word_embeddings") is False
     )
-    assert names[-1] == "greedy ids"
+    assert names[-2:] == ["cached logits", "greedy ids"]
 
 
 def test_parity_of_the_demo() -> None:
@@ -169,7 +169,18 @@ def test_parity_sees_a_wrong_cache(plain: Path) -> None:
             q, k_cache, v_cache, slots, starts - (starts > 0).to(starts), counts, scale
         )
 
-    assert failures(plain, ops=Ops.torch().replace(decode_attention=stale)) == ["greedy ids"]
+    found = failures(plain, ops=Ops.torch().replace(decode_attention=stale))
+    assert found == ["cached logits", "greedy ids"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parity_sees_a_cache_that_is_slightly_off(dtype: torch.dtype) -> None:
+    def scaled(*args):
+        *rest, scale = args
+        return Ops.torch().decode_attention(*rest, scale * 1.05)
+
+    ops = Ops.torch().replace(decode_attention=scaled)
+    assert "cached logits" in failures(DEMO, ops=ops, dtype=dtype)
 
 
 class _HalfGradient(torch.autograd.Function):

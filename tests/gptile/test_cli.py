@@ -204,6 +204,15 @@ class TestWrongInput:
         run = gptile("generate", "hi", "--temperature", "0", "--json")
         fails(run, "not enough memory", code=1)
 
+    def test_other_runtime_errors_are_shown_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr("gptile.model.kv_cache.torch.empty", broken)
+        monkeypatch.setattr(sys, "argv", ["gptile", "generate", "--ids", "1"])
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            main()
+
     @pytest.mark.parametrize("closed", ["<&-", ">&-"])
     def test_closed_streams(self, closed: str) -> None:
         command = f"{sys.executable} -m gptile generate --max-new-tokens 2 --seed 1 {closed}"
@@ -254,6 +263,18 @@ class TestInfo:
         path = tmp_path / "model" / "config.json"
         path.write_text(path.read_text().replace('"n_positions": 256', '"n_positions": 128'))
         fails(gptile("info", str(tmp_path / "model")), "wpe.weight", "[256, 256]", "[128, 256]")
+
+
+class TestParity:
+    def test_table_and_json(self, gptile: Command) -> None:
+        run = gptile("parity", "--tokens", "16")
+        assert run.returncode == 0, run.stdout
+        assert "87 of 87 within 1.5 x" in run.stdout
+        rows = json.loads(gptile("parity", "demo", "--tokens", "16", "--json").stdout)
+        assert all(row["ok"] for row in rows["comparisons"])
+
+    def test_wrong_inputs(self, gptile: Command) -> None:
+        fails(gptile("parity", "./nowhere"), "./nowhere")
 
 
 class TestConvert:

@@ -7,7 +7,7 @@ import torch
 
 from gptile.kernels import ACTIVATIONS, IGNORE_INDEX, Ops
 from gptile.kernels.attention import attention_reference
-from gptile.kernels.layer_norm import add_layer_norm_reference
+from gptile.kernels.layer_norm import add_layer_norm_reference, layer_norm_reference
 from gptile.kernels.linear_cross_entropy import linear_cross_entropy_reference
 
 
@@ -68,6 +68,21 @@ def test_add_layer_norm_returns_sum_and_norm(n: int) -> None:
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed.double(), expected.double(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_and_softmax_of_16_bit_inputs_are_not_16_bit(dtype: torch.dtype) -> None:
+    """The result is off by its own rounding and no more."""
+    step = torch.finfo(dtype).eps
+    x = (torch.randn(8, 768) + 20).to(dtype)
+    weight, bias = torch.randn(2, 768).to(dtype)
+    exact = torch.nn.functional.layer_norm(x.double(), (768,), weight.double(), bias.double(), 1e-5)
+    got = layer_norm_reference(x, weight, bias, 1e-5)
+    assert (got - exact).norm() / exact.norm() < step / 2
+    q, k, v = (torch.randn(3, 1, 200, 2, 64) * 3).to(dtype).unbind(0)
+    exact = exact_attention(q, k, v, 0.125)
+    got = attention_reference(q, k, v, 0.125)
+    assert (got - exact).norm() / exact.norm() < step
 
 
 class TestLinearCrossEntropy:

@@ -90,14 +90,39 @@ def test_dropout_acts_in_training_only_and_is_seeded(small_model) -> None:
     assert torch.equal(first, model(ids).logits)
 
 
-@pytest.mark.parametrize("place", ["embd_pdrop", "attn_pdrop", "resid_pdrop"])
-def test_each_dropout_has_its_own_place(small_model, place: str) -> None:
-    off = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    model = small_model(**{**off, place: 0.5}).train()
-    ids = ids_for(model)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-    quiet = small_model(**off).train()
-    assert torch.equal(quiet(ids).logits, quiet(ids).logits)
+def test_each_dropout_has_its_own_place(small_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3, n_layer=2)
+    dropped: list[float] = []
+    attention = Ops.torch().attention
+
+    def watched_attention(q, k, v, scale, dropout_p):
+        dropped.append(dropout_p)
+        return attention(q, k, v, scale, dropout_p)
+
+    def watched_dropout(x, p, training):
+        dropped.append(p if training else 0.0)
+        return x
+
+    monkeypatch.setattr("gptile.model.gpt2.F.dropout", watched_dropout)
+    watched = GPT2(model.config, Ops.torch().replace(attention=watched_attention))
+    watched(ids_for(model))
+    # Embedding; then in each block attention weights, attention output, MLP output.
+    assert dropped == [0.1, *[0.2, 0.3, 0.3] * 2]
+    dropped.clear()
+    watched.eval()(ids_for(model))
+    assert set(dropped) == {0.0}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_uncached_model_compiles_in_one_graph(small_model, training: bool) -> None:
+    model = small_model(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0).train(training)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids, targets = ids_for(model), ids_for(model)
+    lengths = torch.tensor([12, 5])
+    expected = model(ids, targets, logits_for="last", lengths=lengths)
+    got = compiled(ids, targets, logits_for="last", lengths=lengths)
+    torch.testing.assert_close(got.logits, expected.logits)
+    torch.testing.assert_close(got.loss, expected.loss)
 
 
 def test_a_tied_head_is_one_parameter_through_everything(small_model) -> None:
@@ -169,13 +194,14 @@ def test_the_context_limit_holds_without_a_cache(model: GPT2) -> None:
         model(ids_for(model, 1, 33))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_cached_equals_uncached_in_every_dtype(small_model, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_cache_adds_no_error_in_any_dtype(small_model, dtype: torch.dtype) -> None:
     model = small_model(dtype)
     ids = ids_for(model)
-    full = model(ids).logits.double()
     cache = KVCache(model.config, 2, 32, dtype=dtype)
     with torch.no_grad():
+        whole = model(ids).logits
         parts = [model(part, cache=cache).logits for part in ids.split([5, 1, 6], 1)]
-    error = (torch.cat(parts, 1).double() - full).norm() / full.norm()
-    assert error < 8 * torch.finfo(dtype).eps
+        exact = model.double()(ids).logits
+    uncached, cached = ((x - exact).norm() / exact.norm() for x in (whole, torch.cat(parts, 1)))
+    assert cached <= 1.5 * uncached + torch.finfo(dtype).eps / 2

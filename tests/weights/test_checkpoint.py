@@ -295,6 +295,12 @@ def test_a_foreign_tokeniser_leaves_the_model_usable(saved: Path) -> None:
         open_checkpoint(saved).load_tokenizer()
 
 
+def test_a_damaged_tokeniser_is_not_taken_for_none(saved: Path) -> None:
+    (saved / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(UserError, match=r"tokenizer\.json: not valid JSON"):
+        load(saved)
+
+
 def test_nothing_of_ours_needs_transformers(saved: Path, tmp_path: Path) -> None:
     """A blocked import of transformers does not hinder loading and generating."""
     blocked = tmp_path / "blocked" / "transformers"
