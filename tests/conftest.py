@@ -1,10 +1,15 @@
 """What several test files share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gptile.model.config import GPT2Config
 from gptile.model.gpt2 import GPT2
