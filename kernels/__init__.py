@@ -1,4 +1,5 @@
-"""One file per operation: its formula, its traffic and its PyTorch reference."""
+"""One file per operation: its formula, its traffic, its PyTorch reference and, where there is one
+yet, its Triton kernel."""
 
 from gptile.kernels.linear import ACTIVATIONS
 from gptile.kernels.linear_cross_entropy import IGNORE_INDEX

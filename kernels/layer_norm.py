@@ -2,8 +2,9 @@
 
 ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` with the biased variance, as in
 Ba et al. 2016 (https://arxiv.org/abs/1607.06450). Statistics are taken in fp32 for 16-bit inputs,
-in two passes over registers, so that a large mean does not cancel. (PyTorch's CPU kernel computes
-``x * rstd - mean * rstd``, which cancels where the mean is thousands of times the spread.)
+the variance in a pass of its own over registers after a corrected mean, so that a large mean does
+not cancel. (PyTorch's CPU kernel computes ``x * rstd - mean * rstd``, which cancels where the mean
+is thousands of times the spread.) The backward pass knows the mean as one fp32 number only.
 
 Tiling. A program owns one row of C columns, padded to a power of two: one load, both passes in
 registers, one store. Backward, a program owns a run of consecutive rows and keeps its share of the
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import launch, rows_of
+from gptile.kernels.launch import check_inputs, launch, rows_of
 
 MAX_COLUMNS = 16384
 """A row must fit the registers of one program."""
@@ -114,6 +115,10 @@ def _forward_kernel(
         x = total.to(tl.float32)
     mean = tl.sum(x, axis=0) / n_cols
     centred = tl.where(mask, x - mean, 0.0)  # padding must not count: it would add mean^2
+    # The sum of x was rounded at the size of x; what is left of the mean is at that of its spread.
+    rest = tl.sum(centred, axis=0) / n_cols
+    mean += rest
+    centred = tl.where(mask, centred - rest, 0.0)
     variance = tl.sum(centred * centred, axis=0) / n_cols
     rstd = 1.0 / tl.sqrt(variance + eps)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -211,6 +216,7 @@ def launch_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(sum, y, mean, rstd)``; ``sum`` is empty without ``delta``."""
+    check_inputs(x, weight, bias)
     rows = rows_of(x)
     n_rows, n_cols = rows.shape
     added = rows if delta is None else rows_of(delta)

@@ -85,3 +85,19 @@ def test_every_public_name_is_there() -> None:
     assert set(gptile.__all__) == set(gptile._HOMES)
     with pytest.raises(AttributeError, match="nothing"):
         _ = gptile.nothing
+
+
+def test_everything_but_the_kernels_works_without_triton(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, gptile\n"
+        "from gptile.kernels.layer_norm import layer_norm_triton\n"
+        "model, tokenizer = gptile.load()\n"
+        "params = gptile.SamplingParams(temperature=0, max_new_tokens=3)\n"
+        "print(len(gptile.generate(model, 'ROMEO:', params, tokenizer=tokenizer)[0].ids))\n"
+        "try:\n"
+        "    layer_norm_triton(torch.ones(2, 4), torch.ones(4), torch.ones(4), 1e-5)\n"
+        "except TypeError as error:\n"
+        "    print('refused')\n"
+    )
+    assert run(sys.executable, "-c", program, cwd=tmp_path).split() == ["3", "refused"]

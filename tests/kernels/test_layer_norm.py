@@ -108,7 +108,6 @@ def test_programs_that_own_several_rows(rows: int) -> None:
     ("mean", "first"), [(0, -1.3416), (100, -1.3415), (1000, -1.3415), (10000, -1.3313)]
 )
 def test_a_large_mean_does_not_cancel(mean: float, first: float) -> None:
-    row = mean + torch.arange(16, dtype=torch.float64).float() * 1e-3
     row = (mean + torch.arange(16, dtype=torch.float64) * 1e-3).float().unsqueeze(0)
     y = kernels.layer_norm_triton(row, torch.ones(16), torch.zeros(16), EPS)
     assert y[0, 0].item() == pytest.approx(first, abs=2e-4)
@@ -123,7 +122,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("x", "dy"), itertools.product(LAYOUTS, LAYOUTS))
+@pytest.mark.parametrize(("x", "dy"), [*itertools.product(LAYOUTS, LAYOUTS)])
 def test_layouts_of_input_and_gradient(x: str, dy: str) -> None:
     tensors = inputs(4, 24, torch.float32)
     tensors[0], tensors[1] = LAYOUTS[x](tensors[0]), LAYOUTS[x](tensors[1])
@@ -166,6 +165,15 @@ def test_too_wide_and_twice_differentiated_are_refused() -> None:
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.sum().backward()
+
+
+def test_what_a_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    with pytest.raises(TypeError, match="float64"):
+        kernels.layer_norm_triton(x.double(), weight.double(), weight.double(), EPS)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(TypeError, match="TRITON_INTERPRET=1"):
+        kernels.layer_norm_triton(x, weight, weight, EPS)
 
 
 def test_opcheck_and_compile() -> None:
