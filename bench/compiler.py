@@ -48,6 +48,9 @@ TARGETS = {
 }
 
 
+_MATRIX_INSTRUCTION = re.compile(r"wgmma\.mma|mma\.sync|tcgen05\.mma|v_mfma")
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel's machine code.
@@ -57,6 +60,7 @@ class Compiled:
         spilled: bytes of stack a thread uses for what the registers could not hold.
         shared: bytes of shared memory a block uses.
         warps: of a block.
+        tensor_cores: whether matrix products run on them (MFMA units on AMD).
     """
 
     kernel: str
@@ -64,6 +68,7 @@ class Compiled:
     spilled: int
     shared: int
     warps: int
+    tensor_cores: bool
 
 
 class _StandInDriver:
@@ -121,7 +126,14 @@ def compile_launches(name: str, launches: Callable[[], Any]) -> list[Compiled]:
         launches()
     read = _nvidia_resources if TARGETS[name].backend == "cuda" else _amd_resources
     return [
-        Compiled(k.metadata.name, *read(k), k.metadata.shared, k.metadata.num_warps)
+        Compiled(
+            k.metadata.name,
+            *read(k),
+            k.metadata.shared,
+            k.metadata.num_warps,
+            tensor_cores=_MATRIX_INSTRUCTION.search(k.asm.get("ptx") or k.asm["amdgcn"])
+            is not None,
+        )
         for k in kernels
     ]
 

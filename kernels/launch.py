@@ -27,6 +27,11 @@ def compile_only() -> Iterator[list[Any]]:
         _compiled.reset(token)
 
 
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return HAS_TRITON and triton.knobs.runtime.interpret
+
+
 def check_inputs(*tensors: torch.Tensor) -> None:
     """Refuse what a kernel cannot take, before anything is launched.
 
@@ -39,7 +44,7 @@ def check_inputs(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise TypeError(f"a kernel takes float32, float16 or bfloat16, not {tensor.dtype}")
-        if tensor.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        if tensor.device.type == "cpu" and not interpreting():
             raise TypeError(
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
