@@ -64,12 +64,18 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+device_option = click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"
+)
+revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
+
+
 def model_options(command: Callable) -> Callable:
     """Where a model comes from and how it runs."""
     for option in (
         click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"),
-        click.option("--revision", help="Branch, tag or commit of a hub model."),
+        device_option,
+        revision_option,
         click.option(
             "--model",
             default="demo",
@@ -222,7 +228,7 @@ def _parse_ids(text: str) -> list[int]:
 
 @cli.command(**examples("gptile info demo", "gptile info gpt2 --json"))
 @click.argument("model", default="demo")
-@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@revision_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def info(model: str, revision: str | None, as_json: bool) -> None:
     """What a checkpoint is: architecture, size, tokeniser. MODEL as in generate --model."""
@@ -313,7 +319,7 @@ def train_options(command: Callable) -> Callable:
     type=click.Path(path_type=Path),
     help="Directory with a tokeniser to use instead of training one.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1")
+@device_option
 @train_options
 def train(
     data: Path,
@@ -359,7 +365,7 @@ def doctor(as_json: bool) -> None:
 
 @cli.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
 @click.argument("model", default="demo")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1")
+@device_option
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptile.bench.huggingface import import_transformers
-from gptile.kernels.sampling import filter_scores, philox4x32, sample_reference, uniform
+from gptile.kernels.sampling import (
+    _INT32_TO_UNIT,
+    filter_scores,
+    philox4x32,
+    sample_reference,
+    uniform,
+)
 
 
 def sample(logits, seen=None, **given_parameters):
@@ -97,8 +103,8 @@ def test_uniform_has_the_bits_of_tritons_generator(tmp_path: Path) -> None:
 
 
 def test_uniform_never_reaches_one() -> None:
-    # The largest word there is, through the conversion of `uniform`.
-    assert np.float32(2**31 - 1) * np.float32(4.6566127342e-10) < 1
+    # The largest word there is, converted as `uniform` does it.
+    assert (torch.tensor(2**31 - 1).float() * _INT32_TO_UNIT).item() < 1
 
 
 def processors(top_k: int, top_p: float, min_p: float) -> list:
