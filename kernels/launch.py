@@ -1,13 +1,51 @@
-"""How every launcher starts its kernel, for real or only to compile it."""
+"""How every launcher starts its kernel, for real or only to compile it, and how a kernel file
+states what its kernels cost."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from gptile.kernels.jit import HAS_TRITON, triton
+
+Shape: TypeAlias = Mapping[str, Any]
+"""One of a kernel file's ``CASES``: sizes, and choices such as an activation, by name."""
+
+
+class Work(NamedTuple):
+    """What the kernels of one pass do on one shape.
+
+    Attributes:
+        loaded, stored: bytes of global memory, re-reads included; what the interpreter counts.
+        flops: floating-point operations, a multiply-add being two.
+    """
+
+    loaded: int
+    stored: int
+    flops: int
+
+
+class Pass(NamedTuple):
+    """One direction of an operation, as the tests, the compile check, the benchmarks and
+    ``gptile inspect`` run it.
+
+    Attributes:
+        launch: launches the kernels once on tensors of that shape, dtype and device.
+        work: what they then do.
+    """
+
+    launch: Callable[[Shape, torch.dtype, torch.device | str], object]
+    work: Callable[[Shape, torch.dtype], Work]
+
+
+def example(*size: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor to launch a case on: normal values, or on the meta device only the shape."""
+    if torch.device(device).type == "meta":
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.randn(size, device=device).to(dtype)
+
 
 _compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
 

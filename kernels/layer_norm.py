@@ -11,11 +11,14 @@ registers, one store. Backward, a program owns a run of consecutive rows and kee
 weight's and the bias's gradient in registers; a second kernel adds the shares of all programs in a
 fixed order. No atomics, so the same input gives the same bits.
 
-Bytes: see :func:`forward_bytes` and :func:`backward_bytes`; the re-reads of the weight, once a row
-forward and once a program backward, come from L2. About 8 FLOPs an element forward, 12 backward:
-memory bound.
+Bytes, for R rows of elements of s bytes and P backward programs: forward loads ``4 R C s`` (x,
+delta, weight, bias; 3 without delta) and stores ``2 R C s + 8 R`` (sum, y; mean and rstd); backward
+loads ``R (3 C s + 8) + P C s + 8 P C`` (dy, dsum, x; the weight once a program; the shares) and
+stores ``R C s + 8 P C + 2 C s``. The weight's re-reads come from L2. About 8 FLOPs an element
+forward, 12 backward: memory bound.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import check_inputs, launch, rows_of
+from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch, rows_of
 
 MAX_COLUMNS = 16384
 """A row must fit the registers of one program."""
@@ -44,23 +47,6 @@ CASES: dict[str, dict[str, int]] = {
     "one past a block": {"rows": 7, "cols": 1025},
 }
 """Shapes by name: what GPT-2 launches, and ragged ones."""
-
-
-def forward_bytes(rows: int, cols: int, itemsize: int, *, add: bool) -> tuple[int, int]:
-    """Bytes loaded and stored: x, weight, bias (and delta) in; y, mean, rstd (and sum) out."""
-    tensors = 2 if add else 1
-    loaded = (tensors + 2) * rows * cols * itemsize
-    return loaded, tensors * rows * cols * itemsize + 2 * 4 * rows
-
-
-def backward_bytes(rows: int, cols: int, itemsize: int, *, add: bool) -> tuple[int, int]:
-    """Bytes loaded and stored by both backward kernels: dy, x, mean, rstd (and dsum) a row and the
-    weight a program in, dx and two fp32 shares a program out; then the shares in, the sums out."""
-    programs = -(-rows // rows_per_program(rows))
-    shares = 2 * 4 * programs * cols
-    per_row = (3 if add else 2) * cols * itemsize + 2 * 4
-    loaded = rows * per_row + programs * cols * itemsize + shares
-    return loaded, rows * cols * itemsize + shares + 2 * cols * itemsize
 
 
 def rows_per_program(rows: int) -> int:
@@ -374,3 +360,43 @@ def add_layer_norm_triton(
     """:func:`add_layer_norm_reference` in one kernel. Differentiable once."""
     total, y, _, _ = _add_layer_norm(x, delta, weight, bias, eps)
     return total, y
+
+
+def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
+    make = partial(example, dtype=dtype, device=device)
+    x, weight = make(shape["rows"], shape["cols"]), make(shape["cols"])
+    launch_forward(x, x if add else None, weight, weight, 1e-5)
+
+
+def _launch_backward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
+    make = partial(example, dtype=dtype, device=device)
+    x, weight = make(shape["rows"], shape["cols"]), make(shape["cols"])
+    statistics = example(shape["rows"], dtype=torch.float32, device=device)
+    launch_backward(x, x if add else None, x, weight, statistics, statistics)
+
+
+def _forward_work(shape: Shape, dtype: torch.dtype, *, add: bool) -> Work:
+    rows, elements = shape["rows"], shape["rows"] * shape["cols"]
+    tensors = 2 if add else 1
+    stored = tensors * elements * dtype.itemsize + 2 * 4 * rows
+    return Work((tensors + 2) * elements * dtype.itemsize, stored, (8 + add) * elements)
+
+
+def _backward_work(shape: Shape, dtype: torch.dtype, *, add: bool) -> Work:
+    rows, cols, itemsize = shape["rows"], shape["cols"], dtype.itemsize
+    programs = -(-rows // rows_per_program(rows))
+    shares = 2 * 4 * programs * cols
+    per_row = (3 if add else 2) * cols * itemsize + 2 * 4
+    loaded = rows * per_row + programs * cols * itemsize + shares
+    stored = rows * cols * itemsize + shares + 2 * cols * itemsize
+    return Work(loaded, stored, (12 + add) * rows * cols)
+
+
+PASSES = {
+    f"{'add ' if add else ''}{name}": Pass(partial(run, add=add), partial(work, add=add))
+    for add in (False, True)
+    for name, run, work in (
+        ("forward", _launch_forward, _forward_work),
+        ("backward", _launch_backward, _backward_work),
+    )
+}

@@ -1,0 +1,36 @@
+"""What every kernel file promises, checked on every kernel file."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gptile.bench.traffic import count_traffic
+from gptile.kernels.catalog import OPERATIONS
+from gptile.kernels.launch import Shape
+
+# What the interpreter runs in seconds; block edges and ragged sizes stay as they are.
+MOST = {"rows": 3, "tokens": 70, "vocab": 600, "heads": 2}
+
+
+def small(shape: Shape) -> Shape:
+    """A case cut down for the interpreter."""
+    return {name: min(size, MOST[name]) if name in MOST else size for name, size in shape.items()}
+
+
+def launches() -> Iterator[tuple[str, str, str]]:
+    for operation, module in OPERATIONS.items():
+        for direction in module.PASSES:
+            for case in module.CASES:
+                yield operation, direction, case
+
+
+@pytest.mark.parametrize(("operation", "direction", "case"), [*launches()])
+def test_traffic_is_the_formula(operation: str, direction: str, case: str) -> None:
+    """The bytes that the interpreter sees loaded and stored are those the file states."""
+    module = OPERATIONS[operation]
+    shape, dtype = small(module.CASES[case]), torch.float16
+    with count_traffic() as traffic:
+        module.PASSES[direction].launch(shape, dtype, "cpu")
+    work = module.PASSES[direction].work(shape, dtype)
+    assert (traffic.loaded, traffic.stored) == (work.loaded, work.stored)
