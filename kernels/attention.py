@@ -1,19 +1,22 @@
-"""Causal self-attention over whole sequences, as in training and an uncached forward pass.
+"""Causal self-attention over many queries: whole sequences in training, a chunk of the prompt
+against the KV cache in prefill.
 
 ``out[b, i, h] = sum_{j <= i} softmax_j(scale * q[b, i, h] . k[b, j, h]) * v[b, j, h]``
 
-q, k and v are strided views of the packed projection, never copied. Scores and softmax are fp32 for
-16-bit inputs, which is what Hugging Face's ``reorder_and_upcast_attn`` asks for.
+In training q, k and v are strided views of the packed projection, never copied. Against the cache,
+query i of row b stands at position ``starts[b] + i``, the first ``counts[b]`` queries are not
+padding, and keys and values lie in slot ``slots[b]``. Scores and softmax are fp32 for 16-bit
+inputs, which is what Hugging Face's ``reorder_and_upcast_attn`` asks for.
 
-Tiling (FlashAttention-2, https://arxiv.org/abs/2307.08691). Forward, a program owns BLOCK_M queries
-of one head and walks over the keys they see in blocks of BLOCK_N, with a running maximum and sum:
-the scores never leave the chip. It saves the log-sum-exp of each query. Backward, one kernel owns
-keys and walks over the queries that see them (dk, dv), another owns queries and walks over their
-keys (dq); scores are computed again in both, so that nothing is added atomically and the same input
-gives the same bits. Head dimensions are padded to a power of two with masked lanes.
+Tiling (FlashAttention-2, https://arxiv.org/abs/2307.08691). A program owns BLOCK_M queries of one
+head and walks over the keys they see in blocks of BLOCK_N, with a running maximum and sum: the
+scores never leave the chip. It saves the log-sum-exp of each query for the backward pass, which is
+in attention_backward.py. Head dimensions are padded to a power of two with masked lanes.
 
-FLOPs for B rows of T tokens, H heads of D: ``2 B H T^2 D`` forward (the causal half of
-``4 B H T^2 D``), 3.5 times that backward: 2.5 for the gradients, 1 for the second recomputation.
+For B rows of T tokens, H heads of D and elements of s bytes: ``2 B H T^2 D`` FLOPs (the causal half
+of ``4 B H T^2 D``). A program loads its queries, and keys and values up to its last query, to the
+end of a block: about ``B H D s (T + T^2 / BLOCK_M)`` bytes in all, of which all but
+``3 B H T D s`` are re-reads from L2; stores ``B H T (D s + 4)``. Exactly: :func:`_forward_work`.
 """
 
 from typing import Any
@@ -22,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptile.kernels.attention_backward import backward_work, launch_backward
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import check_inputs, interpreting, launch
+from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch
+from gptile.kernels.tiles import block_of, load_tile, product_options
 
 MAX_HEAD_DIM = 128
 
@@ -67,34 +72,26 @@ def attention_reference(
 
 
 @triton.jit
-def _load_tile(
-    base_ptr,  # of one row and head
-    token_stride,  # elements between tokens
-    tokens,  # token index of each tile row
-    dims,  # feature index of each tile column
-    n_tokens,  # tokens there are
-    head_dim,  # features there are
-    FP32: tl.constexpr,  # convert: the interpreter multiplies bf16 as integers
-):
-    mask = (tokens[:, None] < n_tokens) & (dims[None, :] < head_dim)
-    tile = tl.load(base_ptr + tokens[:, None] * token_stride + dims[None, :], mask=mask, other=0.0)
-    return tile.to(tl.float32) if FP32 else tile
-
-
-@triton.jit
 def _forward_kernel(
     q_ptr,  # queries, [B, T, H, D]
-    k_ptr,  # keys, [B, T, H, D]
-    v_ptr,  # values, [B, T, H, D]
+    k_ptr,  # keys, [B, T, H, D], or the cache, [n_slots, H, max_len, D]
+    v_ptr,  # values, like the keys
     out_ptr,  # [B, T, H, D] contiguous
-    lse_ptr,  # natural log-sum-exp of each query's scores, fp32 [B, H, T]
-    row_stride,  # elements between rows of q, k and v
-    token_stride,  # elements between tokens of q, k and v
-    head_stride,  # elements between heads of q, k and v
+    lse_ptr,  # natural log-sum-exp of each query's scores, fp32 [B, H, T]; unused if CACHED
+    slots_ptr,  # cache slot of each row, [B]; unused unless CACHED, as the next two
+    starts_ptr,  # position of each row's first query, [B]
+    counts_ptr,  # queries of each row that are not padding, [B]
+    q_row_stride,  # elements between rows of q
+    q_token_stride,  # elements between tokens of q
+    q_head_stride,  # elements between heads of q
+    k_row_stride,  # elements between rows, or slots, of k and v
+    k_token_stride,  # elements between tokens of k and v
+    k_head_stride,  # elements between heads of k and v
     n_tokens,  # T
     n_head,  # H
     head_dim,  # D
     scale,  # factor on the scores
+    CACHED: tl.constexpr,  # attend against the cache
     BLOCK_M: tl.constexpr,  # queries a program owns
     BLOCK_N: tl.constexpr,  # keys a step
     BLOCK_D: tl.constexpr,  # power of two >= D
@@ -104,19 +101,37 @@ def _forward_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = (tl.program_id(1) // n_head).to(tl.int64)
     head = (tl.program_id(1) % n_head).to(tl.int64)
-    base = row * row_stride + head * head_stride
-    queries = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if CACHED:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        start = tl.load(starts_ptr + row).to(tl.int32)
+        count = tl.load(counts_ptr + row).to(tl.int32)
+    else:
+        slot = row
+        start = 0
+        count = n_tokens
+    n_keys = start + count
+    first = tl.program_id(0) * BLOCK_M
+    tokens = first + tl.arange(0, BLOCK_M)
+    positions = start + tokens
     dims = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + base, token_stride, queries, dims, n_tokens, head_dim, FP32)
+    q_base = q_ptr + row * q_row_stride + head * q_head_stride
+    k_base = slot * k_row_stride + head * k_head_stride
+    q = load_tile(q_base, q_token_stride, tokens, dims, count, head_dim, FP32)
     maximum = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     out = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for start in range(0, tl.minimum((tl.program_id(0) + 1) * BLOCK_M, n_tokens), BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
-        v = _load_tile(v_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
+    last = tl.minimum(start + first + BLOCK_M, n_keys)
+    if first >= count:  # padding only
+        last = 0
+    for block in range(0, last, BLOCK_N):
+        keys = block + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr + k_base, k_token_stride, keys, dims, n_keys, head_dim, FP32)
+        v = load_tile(v_ptr + k_base, k_token_stride, keys, dims, n_keys, head_dim, FP32)
+        k = k.to(q.dtype)  # the cache may be in another precision
+        v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = tl.where(keys[None, :] <= queries[:, None], scores, -float("inf"))
+        # The first block holds a key that every query sees, so the maximum is finite from then on.
+        scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2((scores - new_maximum[:, None]) * LOG2_E)
         shrink = tl.exp2((maximum - new_maximum) * LOG2_E)
@@ -124,210 +139,26 @@ def _forward_kernel(
         out = out * shrink[:, None]
         out += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         maximum = new_maximum
-    out = out / total[:, None]
-    mask = (queries[:, None] < n_tokens) & (dims[None, :] < head_dim)
-    offsets = ((row * n_tokens + queries[:, None]) * n_head + head) * head_dim + dims[None, :]
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
-    lse = maximum + tl.log(total)
-    tl.store(lse_ptr + (row * n_head + head) * n_tokens + queries, lse, mask=queries < n_tokens)
-
-
-@triton.jit
-def _delta_kernel(
-    out_ptr,  # [B, T, H, D] contiguous
-    dout_ptr,  # its gradient, [B, T, H, D] contiguous
-    delta_ptr,  # sum over D of their product, fp32 [B, H, T]
-    n_tokens,  # T
-    n_head,  # H
-    head_dim,  # D
-    BLOCK_M: tl.constexpr,  # tokens a program owns
-    BLOCK_D: tl.constexpr,  # power of two >= D
-):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    total = tl.where(total == 0.0, 1.0, total)  # a tile of padding walked over nothing
+    out = tl.where(tokens[:, None] < count, out / total[:, None], 0.0)
     mask = (tokens[:, None] < n_tokens) & (dims[None, :] < head_dim)
     offsets = ((row * n_tokens + tokens[:, None]) * n_head + head) * head_dim + dims[None, :]
-    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(out * dout, axis=1)
-    tl.store(delta_ptr + (row * n_head + head) * n_tokens + tokens, delta, mask=tokens < n_tokens)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if not CACHED:
+        lse = maximum + tl.log(total)
+        tl.store(lse_ptr + (row * n_head + head) * n_tokens + tokens, lse, mask=tokens < n_tokens)
 
 
-@triton.jit
-def _score_gradient(
-    q,  # [BLOCK_M, BLOCK_D]
-    k,  # [BLOCK_N, BLOCK_D]
-    v,  # [BLOCK_N, BLOCK_D]
-    dout,  # [BLOCK_M, BLOCK_D]
-    lse_ptr,  # of one row and head
-    delta_ptr,  # of one row and head
-    queries,  # token index of each query
-    keys,  # token index of each key
-    n_tokens,  # T
-    scale,  # factor on the scores
-    PRECISION: tl.constexpr,  # of fp32 products
-):
-    """The attention weights again, and the gradient of the scores before their scaling."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    lse = tl.load(lse_ptr + queries, mask=queries < n_tokens, other=0.0)
-    delta = tl.load(delta_ptr + queries, mask=queries < n_tokens, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    seen = (keys[None, :] <= queries[:, None]) & (queries[:, None] < n_tokens)
-    # Masked before the exponential: an unseen score may exceed the log-sum-exp by any amount.
-    scores = tl.where(seen, scores - lse[:, None], -float("inf"))
-    weights = tl.exp2(scores * LOG2_E)
-    dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    return weights, weights * (dweights - delta[:, None]) * scale
-
-
-@triton.jit
-def _backward_kv_kernel(
-    q_ptr,  # queries, [B, T, H, D]
-    k_ptr,  # keys, [B, T, H, D]
-    v_ptr,  # values, [B, T, H, D]
-    dout_ptr,  # gradient of the output, [B, T, H, D] contiguous
-    lse_ptr,  # of the forward pass, [B, H, T]
-    delta_ptr,  # of the delta kernel, [B, H, T]
-    dk_ptr,  # [B, T, H, D] contiguous
-    dv_ptr,  # [B, T, H, D] contiguous
-    row_stride,  # elements between rows of q, k and v
-    token_stride,  # elements between tokens of q, k and v
-    head_stride,  # elements between heads of q, k and v
-    n_tokens,  # T
-    n_head,  # H
-    head_dim,  # D
-    scale,  # factor on the scores
-    BLOCK_M: tl.constexpr,  # queries a step
-    BLOCK_N: tl.constexpr,  # keys a program owns
-    BLOCK_D: tl.constexpr,  # power of two >= D
-    PRECISION: tl.constexpr,  # of fp32 products
-    FP32: tl.constexpr,  # convert tiles to fp32
-):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
-    base = row * row_stride + head * head_stride
-    out_base = (row * n_tokens * n_head + head) * head_dim
-    statistics = (row * n_head + head) * n_tokens
-    keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    k = _load_tile(k_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
-    v = _load_tile(v_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
-    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    first = tl.program_id(0) * BLOCK_N // BLOCK_M * BLOCK_M  # earlier queries see none of the keys
-    for start in range(first, n_tokens, BLOCK_M):
-        queries = start + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_ptr + base, token_stride, queries, dims, n_tokens, head_dim, FP32)
-        stride = n_head * head_dim
-        dout = _load_tile(dout_ptr + out_base, stride, queries, dims, n_tokens, head_dim, FP32)
-        weights, dscores = _score_gradient(
-            q,
-            k,
-            v,
-            dout,
-            lse_ptr + statistics,
-            delta_ptr + statistics,
-            queries,
-            keys,
-            n_tokens,
-            scale,
-            PRECISION,
-        )
-        dv += tl.dot(tl.trans(weights.to(dout.dtype)), dout, input_precision=PRECISION)
-        dk += tl.dot(tl.trans(dscores.to(q.dtype)), q, input_precision=PRECISION)
-    mask = (keys[:, None] < n_tokens) & (dims[None, :] < head_dim)
-    offsets = out_base + keys[:, None] * n_head * head_dim + dims[None, :]
-    tl.store(dk_ptr + offsets, dk.to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dv_ptr + offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _backward_q_kernel(
-    q_ptr,  # queries, [B, T, H, D]
-    k_ptr,  # keys, [B, T, H, D]
-    v_ptr,  # values, [B, T, H, D]
-    dout_ptr,  # gradient of the output, [B, T, H, D] contiguous
-    lse_ptr,  # of the forward pass, [B, H, T]
-    delta_ptr,  # of the delta kernel, [B, H, T]
-    dq_ptr,  # [B, T, H, D] contiguous
-    row_stride,  # elements between rows of q, k and v
-    token_stride,  # elements between tokens of q, k and v
-    head_stride,  # elements between heads of q, k and v
-    n_tokens,  # T
-    n_head,  # H
-    head_dim,  # D
-    scale,  # factor on the scores
-    BLOCK_M: tl.constexpr,  # queries a program owns
-    BLOCK_N: tl.constexpr,  # keys a step
-    BLOCK_D: tl.constexpr,  # power of two >= D
-    PRECISION: tl.constexpr,  # of fp32 products
-    FP32: tl.constexpr,  # convert tiles to fp32
-):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
-    base = row * row_stride + head * head_stride
-    out_base = (row * n_tokens * n_head + head) * head_dim
-    statistics = (row * n_head + head) * n_tokens
-    queries = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + base, token_stride, queries, dims, n_tokens, head_dim, FP32)
-    stride = n_head * head_dim
-    dout = _load_tile(dout_ptr + out_base, stride, queries, dims, n_tokens, head_dim, FP32)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for start in range(0, tl.minimum((tl.program_id(0) + 1) * BLOCK_M, n_tokens), BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
-        v = _load_tile(v_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
-        _, dscores = _score_gradient(
-            q,
-            k,
-            v,
-            dout,
-            lse_ptr + statistics,
-            delta_ptr + statistics,
-            queries,
-            keys,
-            n_tokens,
-            scale,
-            PRECISION,
-        )
-        dq += tl.dot(dscores.to(k.dtype), k, input_precision=PRECISION)
-    mask = (queries[:, None] < n_tokens) & (dims[None, :] < head_dim)
-    offsets = out_base + queries[:, None] * n_head * head_dim + dims[None, :]
-    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
-
-
-# Queries, keys and warps of a program: the largest tiles that spill nothing on any target. fp32
-# products run on the ordinary cores, from registers, so those tiles are small.
-_TILES = {
-    # (backward, fp32, head_dim > 64)
-    (False, False, False): (128, 64, 8),
-    (False, False, True): (128, 64, 8),
-    (False, True, False): (64, 32, 8),
-    (False, True, True): (32, 16, 8),
-    (True, False, False): (64, 32, 4),
-    (True, False, True): (32, 32, 4),
-    (True, True, False): (32, 16, 4),
-    (True, True, True): (16, 16, 8),
-}
-
-
-def _shape(head_dim: int, dtype: torch.dtype, *, backward: bool) -> dict[str, Any]:
+def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tiles that spill nothing on any target; fp32 products run on the ordinary cores, from
+    registers, so those are small. Two stages of loads fit the 99 KB of shared memory of sm_86."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} exceeds the {MAX_HEAD_DIM} of this kernel")
-    block_m, block_n, warps = _TILES[backward, dtype == torch.float32, head_dim > 64]
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # the least that tl.dot takes
-        "PRECISION": "ieee" if exact else "tf32",
-        "FP32": interpreting() and dtype == torch.bfloat16,
-        "num_warps": warps,
-        "num_stages": 2,  # of loads: within the 99 KB of shared memory of sm_86
-    }
+    block_m, block_n = 128, 64
+    if dtype == torch.float32:
+        block_m, block_n = (64, 32) if head_dim <= 64 else (32, 16)
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_of(head_dim)}
+    return {**sizes, **product_options(dtype), "num_warps": 8, "num_stages": 2}
 
 
 def _same_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,72 +173,71 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     check_inputs(q, k, v)
     q, k, v = _same_layout(q, k, v)
     n_rows, n_tokens, n_head, head_dim = q.shape
-    shape = _shape(head_dim, q.dtype, backward=False)
+    tiles = _tiles(head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(n_rows, n_head, n_tokens, dtype=torch.float32, device=q.device)
     if q.numel():
         launch(
             _forward_kernel,
-            (triton.cdiv(n_tokens, shape["BLOCK_M"]), n_rows * n_head),
+            (triton.cdiv(n_tokens, tiles["BLOCK_M"]), n_rows * n_head),
             q,
             k,
             v,
             out,
             lse,
+            *(lse, lse, lse),  # unused
             *q.stride()[:3],
+            *k.stride()[:3],
             n_tokens,
             n_head,
             head_dim,
             scale,
-            **shape,
+            CACHED=False,
+            **tiles,
         )
     return out, lse
 
 
-def launch_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``, each ``[B, T, H, D]`` contiguous."""
-    q, k, v = _same_layout(q, k, v)
-    dout = dout.contiguous()
+def launch_cached(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> Tensor:
+    """``[B, T, H, D]``; the arguments are those of
+    :func:`~gptile.kernels.decode_attention.decode_attention_reference`."""
+    q = q if q.stride(3) == 1 else q.contiguous()
     n_rows, n_tokens, n_head, head_dim = q.shape
-    shape = _shape(head_dim, q.dtype, backward=True)
-    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    delta = torch.empty_like(lse)
-    if not q.numel():
-        return dq, dk, dv
-    sizes = (n_tokens, n_head, head_dim)
-    block_m, block_n, block_d = shape["BLOCK_M"], shape["BLOCK_N"], shape["BLOCK_D"]
-    launch(
-        _delta_kernel,
-        (triton.cdiv(n_tokens, block_m), n_rows * n_head),
-        out,
-        dout,
-        delta,
-        *sizes,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-    )
-    for kernel, block, gradients in (
-        (_backward_kv_kernel, block_n, (dk, dv)),
-        (_backward_q_kernel, block_m, (dq,)),
-    ):
+    tiles = _tiles(head_dim, q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    slot_stride, head_stride, token_stride, _ = k_cache.stride()
+    if q.numel():
         launch(
-            kernel,
-            (triton.cdiv(n_tokens, block), n_rows * n_head),
+            _forward_kernel,
+            (triton.cdiv(n_tokens, tiles["BLOCK_M"]), n_rows * n_head),
             q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            *gradients,
+            k_cache,
+            v_cache,
+            out,
+            out,  # unused
+            slots,
+            starts,
+            counts,
             *q.stride()[:3],
-            *sizes,
+            slot_stride,
+            token_stride,
+            head_stride,
+            n_tokens,
+            n_head,
+            head_dim,
             scale,
-            **shape,
+            CACHED=True,
+            **tiles,
         )
-    return dq, dk, dv
+    return out
 
 
 @torch.library.custom_op("gptile::attention", mutates_args=())
@@ -426,7 +256,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_backward(dout, q, k, v, out, lse, scale)
+    return launch_backward(dout.contiguous(), *_same_layout(q, k, v), out, lse, scale)
 
 
 @_attention_backward.register_fake
@@ -459,3 +289,58 @@ def attention_triton(
     if dropout_p > 0:
         return attention_reference(q, k, v, scale, dropout_p)
     return _attention(q, k, v, scale)[0].flatten(2)
+
+
+def _views(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, ...]:
+    """q, k and v of a packed projection."""
+    width = 3 * shape["heads"] * shape["head_dim"]
+    qkv = example(shape["rows"], shape["tokens"], width, dtype=dtype, device=device)
+    return qkv.unflatten(2, (3, shape["heads"], shape["head_dim"])).unbind(2)
+
+
+def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    launch_forward(*_views(shape, dtype, device), 0.125)
+
+
+def _launch_cached_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    """The second of two chunks of that many tokens."""
+    rows, tokens, heads, head_dim = (shape[n] for n in ("rows", "tokens", "heads", "head_dim"))
+    cache = example(rows, heads, 2 * tokens, head_dim, dtype=dtype, device=device)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    tokens_each = torch.full_like(slots, tokens)
+    q, _, _ = _views(shape, dtype, device)
+    launch_cached(q, cache, cache, slots, tokens_each, tokens_each, 0.125)
+
+
+def _launch_backward_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    q, k, v = _views(shape, dtype, device)
+    size = (shape["rows"], shape["heads"], shape["tokens"])
+    lse = example(*size, dtype=torch.float32, device=device)
+    out = example(*q.shape, dtype=dtype, device=device)
+    launch_backward(out, q, k, v, out, lse, 0.125)
+
+
+def _forward_work(shape: Shape, dtype: torch.dtype, start: int = 0) -> Work:
+    tokens, width = shape["tokens"], shape["head_dim"] * dtype.itemsize
+    heads = shape["rows"] * shape["heads"]
+    tiles = _tiles(shape["head_dim"], dtype)
+    firsts = range(0, tokens, tiles["BLOCK_M"])
+    ends = [start + min(first + tiles["BLOCK_M"], tokens) for first in firsts]
+    keys = sum(
+        min(triton.cdiv(e, tiles["BLOCK_N"]) * tiles["BLOCK_N"], start + tokens) for e in ends
+    )
+    loaded = (tokens + 2 * keys) * width + (3 * 4 * len(ends) if start else 0)
+    stored = tokens * width + (0 if start else 4 * tokens)
+    pairs = tokens * start + tokens * (tokens + 1) // 2
+    return Work(heads * loaded, heads * stored, heads * 4 * pairs * shape["head_dim"])
+
+
+def _cached_work(shape: Shape, dtype: torch.dtype) -> Work:
+    return _forward_work(shape, dtype, start=shape["tokens"])
+
+
+PASSES = {
+    "forward": Pass(_launch_case, _forward_work),
+    "cached": Pass(_launch_cached_case, _cached_work),
+    "backward": Pass(_launch_backward_case, backward_work),
+}

@@ -5,8 +5,8 @@ Each has ``CASES`` (shapes by name) and ``PASSES`` (:class:`~gptile.kernels.laun
 
 from types import ModuleType
 
-from gptile.kernels import layer_norm
+from gptile.kernels import attention, decode_attention, layer_norm
 
 OPERATIONS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (layer_norm,)
+    module.__name__.rpartition(".")[2]: module for module in (layer_norm, attention, decode_attention)
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptile.kernels import Ops, attention
+from gptile.kernels import Ops, attention, attention_backward
 from gptile.kernels.attention import CASES, attention_reference
 from gptile.kernels.layer_norm import add_layer_norm_triton, layer_norm_triton
 
@@ -184,31 +184,21 @@ def test_the_model_on_these_kernels_is_the_model(small_model: Callable) -> None:
 
 PLANTED = {
     "a glimpse of the future": (
-        "keys[None, :] <= queries[:, None], s",
-        "keys[None, :] <= queries[:, None] + 1, s",
+        "<= positions[:, None], scores",
+        "<= positions[:, None] + 1, scores",
     ),
     "its own key unseen": (
-        "keys[None, :] <= queries[:, None], s",
-        "(keys[None, :] < queries[:, None]) | (keys[None, :] == 0), s",
+        "keys[None, :] <= positions[:, None], s",
+        "(keys[None, :] < positions[:, None]) | (keys[None, :] == 0), s",
     ),
-    "unscaled": (
-        "input_precision=PRECISION) * scale\n        scores",
-        "input_precision=PRECISION)\n        scores",
-    ),
+    "unscaled": ("input_precision=PRECISION) * scale", "input_precision=PRECISION)"),
     "head 0 for every head": (
-        "base = row * row_stride + head * head_stride\n    queries",
-        "base = row * row_stride\n    queries",
+        "k_base = slot * k_row_stride + head * k_head_stride",
+        "k_base = slot * k_row_stride",
     ),
     "the sum not rescaled": ("total = total * shrink", "total = total"),
     "the output not rescaled": ("out = out * shrink[:, None]", "out = out"),
-    "the last keys unseen": ("n_tokens), BLOCK_N):", "n_tokens) - BLOCK_N, BLOCK_N):"),
-    "delta forgotten": ("(dweights - delta[:, None])", "dweights"),
-    "gradient unscaled": ("(dweights - delta[:, None]) * scale", "(dweights - delta[:, None])"),
-    "dk from the weights": ("dscores.to(q.dtype)), q", "weights.to(q.dtype)), q"),
-    "early queries skipped": (
-        "// BLOCK_M * BLOCK_M  # earlier",
-        "// BLOCK_M * BLOCK_M + BLOCK_M  # earlier",
-    ),
+    "the last keys unseen": ("range(0, last, BLOCK_N)", "range(0, last - BLOCK_N, BLOCK_N)"),
     "log-sum-exp without its maximum": ("lse = maximum + tl.log(total)", "lse = tl.log(total)"),
 }
 
@@ -216,3 +206,32 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_seen(plant: Callable[..., ModuleType], fault: str) -> None:
     assert wrong(plant(attention, *PLANTED[fault]), packed(2, 70, 2, 24), 2)
+
+
+PLANTED_BACKWARD = {
+    "a glimpse of the future": (
+        "(keys[None, :] <= queries[:, None]) &",
+        "(keys[None, :] <= queries[:, None] + 1) &",
+    ),
+    "scores unscaled": ("input_precision=PRECISION) * scale", "input_precision=PRECISION)"),
+    "delta forgotten": ("(dweights - delta[:, None])", "dweights"),
+    "gradient unscaled": ("(dweights - delta[:, None]) * scale", "(dweights - delta[:, None])"),
+    "dk from the weights": ("dscores.to(q.dtype)), q", "weights.to(q.dtype)), q"),
+    "dv from the gradients": ("weights.to(dout.dtype)), d", "dscores.to(dout.dtype)), d"),
+    "early queries skipped": (
+        "// BLOCK_M * BLOCK_M  # earlier",
+        "// BLOCK_M * BLOCK_M + BLOCK_M  # earlier",
+    ),
+    "statistics of head 0": ("statistics = (row * n_head + head)", "statistics = (row * n_head)"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_BACKWARD)
+def test_a_fault_planted_in_the_backward_pass_is_seen(
+    plant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    planted = plant(attention_backward, *PLANTED_BACKWARD[fault])
+    monkeypatch.setattr(attention, "launch_backward", planted.launch_backward)
+    found = wrong(attention, packed(2, 70, 2, 24), 2)
+    assert found
+    assert "out" not in found
