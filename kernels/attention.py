@@ -149,16 +149,19 @@ def _forward_kernel(
         tl.store(lse_ptr + (row * n_head + head) * n_tokens + tokens, lse, mask=tokens < n_tokens)
 
 
-def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tiles that spill nothing on any target; fp32 products run on the ordinary cores, from
-    registers, so those are small. Two stages of loads fit the 99 KB of shared memory of sm_86."""
+def _tiles(head_dim: int, dtype: torch.dtype, *, cached: bool) -> dict[str, Any]:
+    """Tiles that spill nothing on any target. Two stages of loads fit the 99 KB of shared memory of
+    sm_86; fp32 products run on the ordinary cores, from registers, which leaves room for smaller
+    tiles and one stage; so do the cache's strides and the row's span."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} exceeds the {MAX_HEAD_DIM} of this kernel")
-    block_m, block_n = 128, 64
+    block_m, block_n, stages = 128, 64, 2
     if dtype == torch.float32:
-        block_m, block_n = (64, 32) if head_dim <= 64 else (32, 16)
+        block_m, block_n, stages = (64, 32, 1) if head_dim <= 64 else (32, 16, 1)
+    if cached and head_dim <= 64:
+        block_n //= 2
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_of(head_dim)}
-    return {**sizes, **product_options(dtype), "num_warps": 8, "num_stages": 2}
+    return {**sizes, **product_options(dtype), "num_warps": 8, "num_stages": stages}
 
 
 def _same_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +176,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     check_inputs(q, k, v)
     q, k, v = _same_layout(q, k, v)
     n_rows, n_tokens, n_head, head_dim = q.shape
-    tiles = _tiles(head_dim, q.dtype)
+    tiles = _tiles(head_dim, q.dtype, cached=False)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(n_rows, n_head, n_tokens, dtype=torch.float32, device=q.device)
     if q.numel():
@@ -211,7 +214,7 @@ def launch_cached(
     :func:`~gptile.kernels.decode_attention.decode_attention_reference`."""
     q = q if q.stride(3) == 1 else q.contiguous()
     n_rows, n_tokens, n_head, head_dim = q.shape
-    tiles = _tiles(head_dim, q.dtype)
+    tiles = _tiles(head_dim, q.dtype, cached=True)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     slot_stride, head_stride, token_stride, _ = k_cache.stride()
     if q.numel():
@@ -223,9 +226,9 @@ def launch_cached(
             v_cache,
             out,
             out,  # unused
-            slots,
-            starts,
-            counts,
+            slots.contiguous(),
+            starts.contiguous(),
+            counts.contiguous(),
             *q.stride()[:3],
             slot_stride,
             token_stride,
@@ -323,7 +326,7 @@ def _launch_backward_case(shape: Shape, dtype: torch.dtype, device: Any) -> None
 def _forward_work(shape: Shape, dtype: torch.dtype, start: int = 0) -> Work:
     tokens, width = shape["tokens"], shape["head_dim"] * dtype.itemsize
     heads = shape["rows"] * shape["heads"]
-    tiles = _tiles(shape["head_dim"], dtype)
+    tiles = _tiles(shape["head_dim"], dtype, cached=start > 0)
     firsts = range(0, tokens, tiles["BLOCK_M"])
     ends = [start + min(first + tiles["BLOCK_M"], tokens) for first in firsts]
     keys = sum(

@@ -175,16 +175,16 @@ def _backward_q_kernel(
 
 def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """The largest tiles that spill nothing on any target: accumulators and four operands share the
-    registers, and fp32 products run from there too."""
-    block_m, block_n, warps = {
+    registers, and fp32 products run from there too, with one stage of loads."""
+    block_m, block_n, warps, stages = {
         # (fp32, head_dim > 64)
-        (False, False): (64, 32, 4),
-        (False, True): (32, 32, 4),
-        (True, False): (32, 16, 4),
-        (True, True): (16, 16, 8),
+        (False, False): (64, 32, 4, 2),
+        (False, True): (32, 32, 4, 2),
+        (True, False): (32, 16, 4, 1),
+        (True, True): (16, 16, 8, 1),
     }[dtype == torch.float32, head_dim > 64]
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_of(head_dim)}
-    return {**sizes, **product_options(dtype), "num_warps": warps, "num_stages": 2}
+    return {**sizes, **product_options(dtype), "num_warps": warps, "num_stages": stages}
 
 
 def launch_backward(

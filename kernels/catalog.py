@@ -5,8 +5,29 @@ Each has ``CASES`` (shapes by name) and ``PASSES`` (:class:`~gptile.kernels.laun
 
 from types import ModuleType
 
-from gptile.kernels import attention, decode_attention, layer_norm
+from gptile.kernels import (
+    attention,
+    decode_attention,
+    embedding,
+    kv_append,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    sampling,
+    small_linear,
+)
 
 OPERATIONS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (layer_norm, attention, decode_attention)
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        layer_norm,
+        attention,
+        decode_attention,
+        embedding,
+        kv_append,
+        linear,
+        linear_cross_entropy,
+        sampling,
+        small_linear,
+    )
 }

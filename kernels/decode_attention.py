@@ -232,9 +232,9 @@ def launch_forward(
             v_cache,
             partial,
             lse,
-            slots,
-            starts,
-            counts,
+            slots.contiguous(),
+            starts.contiguous(),
+            counts.contiguous(),
             *q.stride()[:3],
             *k_cache.stride()[:3],
             n_tokens,
@@ -245,7 +245,7 @@ def launch_forward(
             BLOCK_N=_BLOCK_N,
             BLOCK_D=block_of(head_dim),
             **product_options(q.dtype),
-            num_warps=4,  # 32 elements of k and of v a thread at head_dim 64: all loads at once
+            num_warps=4 if head_dim <= 64 else 8,  # 32 elements of k and of v a thread
         )
         launch(
             _combine_kernel,
@@ -253,8 +253,8 @@ def launch_forward(
             partial,
             lse,
             out,
-            starts,
-            counts,
+            starts.contiguous(),
+            counts.contiguous(),
             n_blocks,
             n_tokens,
             n_head,

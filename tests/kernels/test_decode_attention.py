@@ -143,7 +143,7 @@ def test_strided_queries_wide_indices_and_a_layer_of_a_cache() -> None:
     layers[0, 1], layers[1, 1] = k_cache, v_cache
     packed = torch.full((2, 2, 3, 2, 24), torch.nan)
     packed[:, :, 0] = q
-    spans = (x.long() for x in (slots, starts, counts))
+    spans = (torch.stack([x.long(), x.long() + 1], 1)[:, 0] for x in (slots, starts, counts))
     got = ours(packed[:, :, 0], layers[0, 1], layers[1, 1], *spans, scale)
     assert torch.equal(got, expected)
 
