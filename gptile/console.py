@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     import torch
     from rich.status import Status
 
+    from gptile.kernels import Ops
+
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -48,6 +50,29 @@ def parse_device(name: str) -> "torch.device":
     return device
 
 
+def parse_kernels(name: str, device: "torch.device") -> "Ops":
+    """``auto`` is what that device runs best.
+
+    Raises:
+        click.UsageError: for Triton's kernels where they cannot run.
+    """
+    from gptile.kernels import Ops
+    from gptile.kernels.jit import HAS_TRITON
+    from gptile.kernels.launch import interpreting
+
+    if name == "auto":
+        return Ops.default(device)
+    if name == "torch":
+        return Ops.torch()
+    if not HAS_TRITON:
+        raise click.UsageError("--kernels triton: Triton is not installed; pip install triton")
+    if device.type == "cpu" and not interpreting():
+        raise click.UsageError(
+            "--kernels triton needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1"
+        )
+    return Ops.triton()
+
+
 def status(message: str) -> "Status":
     """A spinner on stderr where that is a terminal."""
     from rich.console import Console
@@ -56,14 +81,14 @@ def status(message: str) -> "Status":
 
 
 def print_table(columns: list[str], rows: list[tuple[Any, ...]]) -> None:
-    """A table on stdout; long cells fold, nothing is cut off."""
+    """A table on stdout; long cells fold (those of the first column last), nothing is cut off."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*map(str, row))
     Console(highlight=False, markup=False).print(table)

@@ -13,13 +13,11 @@ from typing import Literal
 import psutil
 import torch
 
+from gptile.kernels.ops import MIN_CAPABILITY, Ops
 from gptile.model.errors import UserError
 from gptile.model.generation import generate
 from gptile.model.sampling import SamplingParams
 from gptile.weights import load
-
-MIN_TRITON_CAPABILITY = (8, 0)
-"""Below sm_80 Triton has no tensor-core path for our kernels."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _triton(name: str) -> Check:
     if not torch.cuda.is_available():
         return Check(name, "ok", f"{version}, without a GPU to run on")
     capability = torch.cuda.get_device_capability()
-    if capability < MIN_TRITON_CAPABILITY:
+    if not torch.version.hip and capability < MIN_CAPABILITY:
         found = f"{version}, but sm_{capability[0]}{capability[1]} is older than sm_80"
         return Check(name, "note", found, "PyTorch operations are used on this GPU")
     return Check(name, "ok", version)
@@ -168,4 +166,5 @@ def _default_device() -> str:
 def _plan(name: str) -> Check:
     device = _default_device()
     why = "a CUDA device is here" if device == "cuda" else "no CUDA device is here"
-    return Check(name, "ok", f"{device} by default, because {why}; PyTorch operations, float32")
+    kernels = "PyTorch" if Ops.default(torch.device(device)) == Ops.torch() else "Triton"
+    return Check(name, "ok", f"{device} by default, because {why}; {kernels} operations, float32")

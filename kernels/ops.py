@@ -4,16 +4,40 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch import device as Device  # the class has a method of the name torch
 
-from gptile.kernels.attention import attention_reference
-from gptile.kernels.decode_attention import decode_attention_reference
-from gptile.kernels.embedding import embedding_reference
-from gptile.kernels.kv_append import kv_append_reference
-from gptile.kernels.layer_norm import add_layer_norm_reference, layer_norm_reference
-from gptile.kernels.linear import linear_activation_reference, linear_reference
-from gptile.kernels.linear_cross_entropy import linear_cross_entropy_reference
-from gptile.kernels.sampling import sample_reference
+from gptile.kernels.attention import attention_reference, attention_triton
+from gptile.kernels.decode_attention import decode_attention_reference, decode_attention_triton
+from gptile.kernels.embedding import embedding_reference, embedding_triton
+from gptile.kernels.jit import HAS_TRITON
+from gptile.kernels.kv_append import kv_append_reference, kv_append_triton
+from gptile.kernels.layer_norm import (
+    add_layer_norm_reference,
+    add_layer_norm_triton,
+    layer_norm_reference,
+    layer_norm_triton,
+)
+from gptile.kernels.linear import (
+    layer_norm_linear_reference,
+    layer_norm_linear_triton,
+    linear_activation_reference,
+    linear_activation_triton,
+    linear_reference,
+    linear_residual_reference,
+    linear_residual_triton,
+    linear_triton,
+)
+from gptile.kernels.linear_cross_entropy import (
+    linear_cross_entropy_reference,
+    linear_cross_entropy_triton,
+)
+from gptile.kernels.sampling import sample_reference, sample_triton
+
+MIN_CAPABILITY = (8, 0)
+"""Of an NVIDIA GPU: below it Triton has no tensor cores to multiply tiles with (measured for sm_75:
+the same attention kernel compiles to kilobytes of stack a thread)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +52,8 @@ class Ops:
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
     linear_activation: Callable[..., Tensor]
+    linear_residual: Callable[..., Tensor]
+    layer_norm_linear: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     kv_append: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
@@ -43,12 +69,41 @@ class Ops:
             add_layer_norm=add_layer_norm_reference,
             linear=linear_reference,
             linear_activation=linear_activation_reference,
+            linear_residual=linear_residual_reference,
+            layer_norm_linear=layer_norm_linear_reference,
             attention=attention_reference,
             kv_append=kv_append_reference,
             decode_attention=decode_attention_reference,
             linear_cross_entropy=linear_cross_entropy_reference,
             sample=sample_reference,
         )
+
+    @classmethod
+    def triton(cls) -> "Ops":
+        """Our kernels: for a GPU, or for CPU tensors under TRITON_INTERPRET=1."""
+        return cls(
+            embedding=embedding_triton,
+            layer_norm=layer_norm_triton,
+            add_layer_norm=add_layer_norm_triton,
+            linear=linear_triton,
+            linear_activation=linear_activation_triton,
+            linear_residual=linear_residual_triton,
+            layer_norm_linear=layer_norm_linear_triton,
+            attention=attention_triton,
+            kv_append=kv_append_triton,
+            decode_attention=decode_attention_triton,
+            linear_cross_entropy=linear_cross_entropy_triton,
+            sample=sample_triton,
+        )
+
+    @classmethod
+    def default(cls, device: Device) -> "Ops":
+        """Triton's on a GPU that can run them (:data:`MIN_CAPABILITY`), PyTorch's elsewhere."""
+        if device.type != "cuda" or not HAS_TRITON:
+            return cls.torch()
+        if torch.version.hip or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
+            return cls.triton()
+        return cls.torch()
 
     def replace(self, **operations: Callable) -> "Ops":
         """A copy with some operations swapped; an unknown name raises TypeError."""

@@ -40,24 +40,17 @@ class Attention(nn.Module):
     def __init__(self, config: GPT2Config, ops: Ops, layer: int) -> None:
         super().__init__()
         self.ops = ops
-        self.layer = layer
         self.n_head = config.n_head
         self.scale = config.attention_scale(layer)
         self.attn_pdrop = config.attn_pdrop
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, cache: KVCache | None, span: KVSpan | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         qkv = self.ops.linear(x, self.c_attn.weight, self.c_attn.bias)
-        if cache is None or span is None:
-            q, k, v = qkv.unflatten(2, (3, self.n_head, -1)).unbind(2)
-            dropout_p = self.attn_pdrop if self.training else 0.0
-            out = self.ops.attention(q, k, v, self.scale, dropout_p)
-        else:
-            k_cache, v_cache = cache.k[self.layer], cache.v[self.layer]
-            where = (span.slots, span.starts, span.counts)
-            q = self.ops.kv_append(qkv, k_cache, v_cache, *where)
-            out = self.ops.decode_attention(q, k_cache, v_cache, *where, self.scale)
+        q, k, v = qkv.unflatten(2, (3, self.n_head, -1)).unbind(2)
+        dropout_p = self.attn_pdrop if self.training else 0.0
+        out = self.ops.attention(q, k, v, self.scale, dropout_p)
         return self.ops.linear(out, self.c_proj.weight, self.c_proj.bias)
 
 
@@ -77,33 +70,55 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``, each addition fused with the LayerNorm that
-    follows it. So a block takes and returns the residual stream as a pair: the sum so far and the
-    ``delta`` that the next LayerNorm adds to it."""
+    """``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``, fused in two ways.
+
+    In training dropout stands before each addition, so that the addition is fused with the
+    LayerNorm after it: :meth:`forward` takes and returns the residual stream as a pair, the sum so
+    far and the ``delta`` that the next LayerNorm adds to it. Against a cache there is no dropout,
+    and often a single row: :meth:`step` fuses the addition with the projection before it, and the
+    LayerNorm with the projection after it.
+    """
 
     def __init__(self, config: GPT2Config, ops: Ops, layer: int) -> None:
         super().__init__()
         self.ops = ops
+        self.layer = layer
         self.resid_pdrop = config.resid_pdrop
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, ops, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config, ops)
 
-    def forward(
-        self, x: Tensor, delta: Tensor | None, cache: KVCache | None, span: KVSpan | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         x, h = add_norm(self.ops, x, delta, self.ln_1)
-        delta = F.dropout(self.attn(h, cache, span), self.resid_pdrop, self.training)
+        delta = F.dropout(self.attn(h), self.resid_pdrop, self.training)
         x, h = add_norm(self.ops, x, delta, self.ln_2)
         return x, F.dropout(self.mlp(h), self.resid_pdrop, self.training)
+
+    def step(self, x: Tensor, cache: KVCache, span: KVSpan) -> Tensor:
+        """The block for tokens that continue the cache's sequences; appends their K and V."""
+        ops, attn, mlp = self.ops, self.attn, self.mlp
+        caches = (cache.k[self.layer], cache.v[self.layer])
+        where = (span.slots, span.starts, span.counts)
+        qkv = ops.layer_norm_linear(x, *_parameters(self.ln_1), attn.c_attn.weight)
+        q = ops.kv_append(qkv, attn.c_attn.bias, *caches, *where)
+        out = ops.decode_attention(q, *caches, *where, attn.scale)
+        x = ops.linear_residual(out, attn.c_proj.weight, attn.c_proj.bias, x)
+        hidden = ops.layer_norm_linear(
+            x, *_parameters(self.ln_2), mlp.c_fc.weight, mlp.c_fc.bias, mlp.activation
+        )
+        return ops.linear_residual(hidden, mlp.c_proj.weight, mlp.c_proj.bias, x)
+
+
+def _parameters(ln: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:
+    return ln.weight, ln.bias, ln.eps
 
 
 def add_norm(ops: Ops, x: Tensor, delta: Tensor | None, ln: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """``(x + delta, ln(x + delta))``; before the first block there is no delta."""
     if delta is None:
-        return x, ops.layer_norm(x, ln.weight, ln.bias, ln.eps)
-    return ops.add_layer_norm(x, delta, ln.weight, ln.bias, ln.eps)
+        return x, ops.layer_norm(x, *_parameters(ln))
+    return ops.add_layer_norm(x, delta, *_parameters(ln))
 
 
 def _embedding(n_rows: int, n_columns: int) -> nn.Embedding:
@@ -208,14 +223,17 @@ class GPT2(nn.Module):
                 f"{n_tokens} tokens exceed the context of {self.config.n_positions}"
             )
 
-        x = self.ops.embedding(ids, positions, self.wte.weight, self.wpe.weight)
-        x = F.dropout(x, self.config.embd_pdrop, self.training)
+        dropout_p = self.config.embd_pdrop if self.training else 0.0
+        x = self.ops.embedding(ids, positions, self.wte.weight, self.wpe.weight, dropout_p)
         delta: Tensor | None = None
         hidden_states: list[Tensor] = []
         for block in self.h:
             if output_hidden_states:
                 hidden_states.append(x if delta is None else x + delta)
-            x, delta = block(x, delta, cache, span)
+            if cache is None or span is None:
+                x, delta = block(x, delta)
+            else:
+                x = block.step(x, cache, span)
         _, x = add_norm(self.ops, x, delta, self.ln_f)
         if output_hidden_states:
             hidden_states.append(x)

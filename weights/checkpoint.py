@@ -71,7 +71,7 @@ def build_model(
         conv1d: whether the four Conv1D weights are stored ``[in, out]``, as Hugging Face does.
         dtype: of the parameters.
         device: of the parameters.
-        ops: default the PyTorch reference.
+        ops: default :meth:`Ops.default` of the device.
 
     Raises:
         CheckpointError: naming each tensor that is missing, unknown, misshapen, not a float, or
@@ -94,7 +94,7 @@ def build_model(
             )
         del tensor
     with torch.device("meta"):
-        model = GPT2(config, ops)
+        model = GPT2(config, ops or Ops.default(torch.device(device)))
     model.load_state_dict(state, assign=True)
     return model.eval()
 

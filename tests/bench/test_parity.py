@@ -97,8 +97,27 @@ def test_parity_in_16_bits(tmp_path: Path, dtype: torch.dtype, name: str) -> Non
     assert failures(directory, dtype=dtype) == []
 
 
-def off_by_one(ids, positions, wte, wpe):
-    return embedding_reference(ids, (positions + 1).clamp(max=len(wpe) - 1), wte, wpe)
+KERNEL_CONFIGS = [
+    *("head_dim 40", "narrow mlp", "untied head", "gelu", "Mistral's flags"),
+    *("unscaled attention", "large epsilon"),
+]
+
+
+@pytest.mark.parametrize("name", KERNEL_CONFIGS)
+def test_parity_of_the_kernels(tmp_path: Path, name: str) -> None:
+    """All of ``Ops.triton()`` in Triton's interpreter: values, gradients, cache and greedy ids."""
+    directory = write_reference(tmp_path / "model", vocab_size=67, **CONFIGS[name])
+    assert failures(directory, ops=Ops.triton(), n_tokens=19, n_greedy=5) == []
+
+
+def test_parity_of_the_kernels_in_16_bits(tmp_path: Path) -> None:
+    directory = write_reference(tmp_path / "model", **CONFIGS["head_dim 64"], vocab_size=67)
+    ops = Ops.triton()
+    assert failures(directory, dtype=torch.float16, ops=ops, n_tokens=19, n_greedy=5) == []
+
+
+def off_by_one(ids, positions, wte, wpe, dropout_p=0.0):
+    return embedding_reference(ids, (positions + 1).clamp(max=len(wpe) - 1), wte, wpe, dropout_p)
 
 
 def other_epsilon(x, weight, bias, eps):

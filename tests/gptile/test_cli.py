@@ -123,6 +123,21 @@ class TestGenerate:
         assert completion["finish_reason"] == "stop"
         assert "\n" not in completion["text"]
 
+    def test_triton_kernels_write_the_same_text(self, gptile: Command) -> None:
+        greedy = ("generate", "ROMEO:", "--max-new-tokens", "8", "--temperature", "0")
+        expected = gptile(*greedy, "--kernels", "torch")
+        assert gptile(*greedy, "--kernels", "triton") == expected
+        assert expected.returncode == 0
+
+    def test_triton_kernels_need_a_gpu_or_the_interpreter(
+        self, gptile: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+        run = gptile("generate", "ROMEO:", "--kernels", "triton", "--device", "cpu")
+        assert run.returncode == 2
+        assert "TRITON_INTERPRET=1" in run.stderr
+        assert len(run.stderr.splitlines()) == 1
+
     def test_a_reader_that_leaves_is_no_error(self) -> None:
         command = f"{sys.executable} -m gptile generate hi --seed 1 | head -c 4"
         run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -99,7 +99,7 @@ def test_each_dropout_has_its_own_place(small_model, monkeypatch: pytest.MonkeyP
         dropped.append(dropout_p)
         return attention(q, k, v, scale, dropout_p)
 
-    def watched_dropout(x, p, training):
+    def watched_dropout(x, p, training=True):
         dropped.append(p if training else 0.0)
         return x
 
