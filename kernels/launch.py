@@ -47,17 +47,20 @@ def example(*size: int, dtype: torch.dtype, device: torch.device | str) -> torch
     return torch.randn(size, device=device).to(dtype)
 
 
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+_compiled: ContextVar[list[tuple[Any, tuple[int, ...]]] | None] = ContextVar(
+    "compiled", default=None
+)
 
 
 @contextmanager
-def compile_only() -> Iterator[list[Any]]:
+def compile_only() -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
     """Within it launchers take meta tensors, and compile their kernels instead of running them.
 
     Yields:
-        the list that each CompiledKernel is appended to, in the order of the launches.
+        the list that each CompiledKernel and its grid are appended to, in the order of the
+        launches.
     """
-    kernels: list[Any] = []
+    kernels: list[tuple[Any, tuple[int, ...]]] = []
     token = _compiled.set(kernels)
     try:
         yield kernels
@@ -96,7 +99,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     compiled = _compiled.get()
     if compiled is not None:
-        compiled.append(kernel.warmup(*args, grid=grid, **options))
+        compiled.append((kernel.warmup(*args, grid=grid, **options), grid))
     elif args[0].is_cuda:
         with torch.cuda.device(args[0].device):
             kernel[grid](*args, **options)

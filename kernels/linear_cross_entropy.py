@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, int]] = {
 """Shapes by name: chunks that GPT-2 trains on, and ragged ones."""
 
 
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}, not mean, sum or none")
+
+
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean"
 ) -> Tensor:
@@ -72,6 +77,7 @@ def linear_cross_entropy_reference(
     Returns:
         A scalar, or ``[...]`` for ``"none"``; fp32 (fp64 for fp64 inputs).
     """
+    _check_reduction(reduction)
     logits = F.linear(x, weight)
     if logits.dtype.itemsize < 4:
         logits = logits.float()
@@ -372,8 +378,7 @@ def linear_cross_entropy_triton(
     A target out of range makes the loss NaN. Where a target is ignored, x changes no loss and its
     gradient is 0, even if it is NaN; but dweight is then NaN, as 0 * NaN is (in the reference too).
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}, not mean, sum or none")
+    _check_reduction(reduction)
     if reduction == "none":
         return _rows(x, weight, targets)[0].view(targets.shape)
     recorded = torch.is_grad_enabled()

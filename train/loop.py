@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from gptile.kernels import IGNORE_INDEX
+from gptile.kernels import IGNORE_INDEX, Ops
 from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
@@ -89,7 +89,7 @@ def train(
         with atomic_directory(out) as staging:
             tokenizer = _make_tokenizer(staging / TOKENIZER, text, config, tokenizer_from)
             dataset = encode_dataset(text, tokenizer, config)
-            model = _new_model(tokenizer, config).to(device)
+            model = _new_model(tokenizer, config, torch.device(device))
         optimizer = build_optimizer(model, config)
 
     console = Console(stderr=True)
@@ -138,23 +138,23 @@ def _make_tokenizer(
     return Tokenizer.from_directory(directory)
 
 
-def _new_model(tokenizer: Tokenizer, config: TrainConfig) -> GPT2:
+def _new_model(tokenizer: Tokenizer, config: TrainConfig, device: torch.device) -> GPT2:
     torch.manual_seed(config.seed)
-    return GPT2(
-        GPT2Config(
-            vocab_size=tokenizer.n_vocab,
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.dropout,
-            resid_pdrop=config.dropout,
-            # An empty prompt starts a line: training on one text never teaches <|endoftext|>.
-            bos_token_id=tokenizer.encode("\n")[0],
-            eos_token_id=tokenizer.special_tokens.get(END_OF_TEXT),
-        )
+    architecture = GPT2Config(
+        vocab_size=tokenizer.n_vocab,
+        n_positions=config.block_size,
+        n_embd=config.n_embd,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
+        resid_pdrop=config.dropout,
+        # An empty prompt starts a line: training on one text never teaches <|endoftext|>.
+        bos_token_id=tokenizer.encode("\n")[0],
+        eos_token_id=tokenizer.special_tokens.get(END_OF_TEXT),
     )
+    # Initialised on the CPU, so that a seed is the same model on every device.
+    return GPT2(architecture, Ops.default(device)).to(device)
 
 
 def _train_step(

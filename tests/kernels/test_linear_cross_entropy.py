@@ -419,8 +419,9 @@ def test_a_second_derivative_is_refused(reduction: str) -> None:
 
 def test_what_a_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, targets = inputs(4, 9, 8)
-    with pytest.raises(ValueError, match="'average', not mean, sum or none"):
-        linear_cross_entropy_triton(x, weight, targets, "average")
+    for function in (linear_cross_entropy_triton, linear_cross_entropy_reference):
+        with pytest.raises(ValueError, match="'average', not mean, sum or none"):
+            function(x, weight, targets, "average")
     for shapes in ((x, weight[:, :7], targets), (x, weight, targets[:3]), (x, weight[0], targets)):
         with pytest.raises(ValueError, match=r"weight \[V, C\] and targets \[...\] do not match"):
             linear_cross_entropy_triton(*shapes)
