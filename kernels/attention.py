@@ -308,19 +308,19 @@ def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
 def _launch_cached_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
     """The second of two chunks of that many tokens."""
     rows, tokens, heads, head_dim = (shape[n] for n in ("rows", "tokens", "heads", "head_dim"))
-    cache = example(rows, heads, 2 * tokens, head_dim, dtype=dtype, device=device)
+    caches = example(2, rows, heads, 2 * tokens, head_dim, dtype=dtype, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
-    tokens_each = torch.full_like(slots, tokens)
+    starts, counts = (torch.full_like(slots, tokens) for _ in range(2))
     q, _, _ = _views(shape, dtype, device)
-    launch_cached(q, cache, cache, slots, tokens_each, tokens_each, 0.125)
+    launch_cached(q, caches[0], caches[1], slots, starts, counts, 0.125)
 
 
 def _launch_backward_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
     q, k, v = _views(shape, dtype, device)
     size = (shape["rows"], shape["heads"], shape["tokens"])
     lse = example(*size, dtype=torch.float32, device=device)
-    out = example(*q.shape, dtype=dtype, device=device)
-    launch_backward(out, q, k, v, out, lse, 0.125)
+    out, dout = (example(*q.shape, dtype=dtype, device=device) for _ in range(2))
+    launch_backward(dout, q, k, v, out, lse, 0.125)
 
 
 def _forward_work(shape: Shape, dtype: torch.dtype, start: int = 0) -> Work:
@@ -334,8 +334,11 @@ def _forward_work(shape: Shape, dtype: torch.dtype, start: int = 0) -> Work:
     )
     loaded = (tokens + 2 * keys) * width + (3 * 4 * len(ends) if start else 0)
     stored = tokens * width + (0 if start else 4 * tokens)
+    distinct = heads * ((3 * tokens + 2 * start) * width + stored)
+    distinct += 3 * 4 * shape["rows"] if start else 0
     pairs = tokens * start + tokens * (tokens + 1) // 2
-    return Work(heads * loaded, heads * stored, heads * 4 * pairs * shape["head_dim"])
+    flops = heads * 4 * pairs * shape["head_dim"]
+    return Work(heads * loaded, heads * stored, distinct, flops)
 
 
 def _cached_work(shape: Shape, dtype: torch.dtype) -> Work:

@@ -251,6 +251,7 @@ def backward_work(shape: Shape, dtype: torch.dtype) -> Work:
     loaded += 2 * tokens * width + queries * (2 * width + statistics)
     loaded += tokens * (2 * width + statistics) + 2 * keys * width
     stored = 4 * tokens + 3 * tokens * width
+    distinct = tokens * (2 * width + 2 * (4 * width + statistics)) + stored
     pairs = tokens * (tokens + 1) // 2
     flops = 7 * 2 * pairs * shape["head_dim"] + 2 * tokens * shape["head_dim"]
-    return Work(heads * loaded, heads * stored, heads * flops)
+    return Work(heads * loaded, heads * stored, heads * distinct, heads * flops)

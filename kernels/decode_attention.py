@@ -309,11 +309,11 @@ def decode_attention_triton(
 
 def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
     rows, tokens, heads, head_dim = (shape[n] for n in ("rows", "tokens", "heads", "head_dim"))
-    cache = example(rows, heads, _CASE_MAX_LEN, head_dim, dtype=dtype, device=device)
+    caches = example(2, rows, heads, _CASE_MAX_LEN, head_dim, dtype=dtype, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     counts = torch.full_like(slots, tokens)
     q = example(rows, tokens, heads, head_dim, dtype=dtype, device=device)
-    launch_forward(q, cache, cache, slots, shape["length"] - counts, counts, 0.125)
+    launch_forward(q, caches[0], caches[1], slots, shape["length"] - counts, counts, 0.125)
 
 
 def _work(shape: Shape, dtype: torch.dtype) -> Work:
@@ -323,9 +323,12 @@ def _work(shape: Shape, dtype: torch.dtype) -> Work:
     partial = filled * tokens * 4 * (head_dim + 1)  # with its log-sum-exp
     spans = 3 * 4 * n_blocks + 2 * 4 * tokens  # slot, start and count; start and count
     loaded = 2 * length * width + filled * tokens * width + partial + spans
+    stored = partial + tokens * width
     heads = shape["rows"] * shape["heads"]
+    distinct = heads * (2 * length * width + tokens * width + partial + stored)
+    distinct += shape["rows"] * 5 * 4
     flops = heads * 4 * tokens * length * head_dim
-    return Work(heads * loaded, heads * (partial + tokens * width), flops)
+    return Work(heads * loaded, heads * stored, distinct, flops)
 
 
 PASSES = {"forward": Pass(_launch_case, _work)}

@@ -339,7 +339,10 @@ def _forward_work(shape: Shape, dtype: torch.dtype, *, p: float) -> Work:
     cols = shape["cols"]
     elements, programs = rows * cols, rows * -(-cols // columns_per_program(cols))
     loaded = 2 * elements * dtype.itemsize + programs * (24 if p else 16)
-    return Work(loaded, elements * dtype.itemsize, (2 if p else 1) * elements)
+    stored = elements * dtype.itemsize
+    looked_up = (min(rows, shape["vocab"]) + shape["tokens"]) * cols * dtype.itemsize
+    distinct = looked_up + 8 * (rows + shape["tokens"]) + (8 if p else 0) + stored
+    return Work(loaded, stored, distinct, (2 if p else 1) * elements)
 
 
 def _backward_work(shape: Shape, dtype: torch.dtype, *, p: float) -> Work:
@@ -348,7 +351,9 @@ def _backward_work(shape: Shape, dtype: torch.dtype, *, p: float) -> Work:
     orders, bounds = 2 * 8 * rows * tokens, (24 if p else 16) * entries
     elements = 2 * rows * tokens * cols
     loaded = elements * dtype.itemsize + blocks * (orders + bounds)
-    return Work(loaded, entries * cols * dtype.itemsize, (2 if p else 1) * elements)
+    stored = entries * cols * dtype.itemsize
+    distinct = elements * dtype.itemsize + orders + 8 * (entries + 2) + (16 if p else 0) + stored
+    return Work(loaded, stored, distinct, (2 if p else 1) * elements)
 
 
 PASSES = {

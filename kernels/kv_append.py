@@ -241,7 +241,9 @@ def _forward_work(shape: Shape, dtype: torch.dtype) -> Work:
     elements = rows * tokens * heads * head_dim
     programs = rows * tokens * -(-heads * head_dim // _COLUMNS)
     loaded = 6 * elements * dtype.itemsize + programs * 3 * 4
-    return Work(loaded, 3 * elements * dtype.itemsize, 3 * elements)
+    stored = 3 * elements * dtype.itemsize
+    distinct = 3 * (elements + heads * head_dim) * dtype.itemsize + rows * 3 * 4 + stored
+    return Work(loaded, stored, distinct, 3 * elements)
 
 
 PASSES = {"forward": Pass(_launch_forward, _forward_work)}

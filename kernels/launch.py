@@ -19,11 +19,14 @@ class Work(NamedTuple):
 
     Attributes:
         loaded, stored: bytes of global memory, re-reads included; what the interpreter counts.
+        distinct: bytes of the different addresses each kernel loads and stores: what must cross
+            between chip and memory where a cache serves every re-read.
         flops: floating-point operations, a multiply-add being two.
     """
 
     loaded: int
     stored: int
+    distinct: int
     flops: int
 
 

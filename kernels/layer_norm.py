@@ -364,22 +364,25 @@ def add_layer_norm_triton(
 
 def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
     make = partial(example, dtype=dtype, device=device)
-    x, weight = make(shape["rows"], shape["cols"]), make(shape["cols"])
-    launch_forward(x, x if add else None, weight, weight, 1e-5)
+    x, delta = (make(shape["rows"], shape["cols"]) for _ in range(2))
+    weight, bias = (make(shape["cols"]) for _ in range(2))
+    launch_forward(x, delta if add else None, weight, bias, 1e-5)
 
 
 def _launch_backward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
     make = partial(example, dtype=dtype, device=device)
-    x, weight = make(shape["rows"], shape["cols"]), make(shape["cols"])
-    statistics = example(shape["rows"], dtype=torch.float32, device=device)
-    launch_backward(x, x if add else None, x, weight, statistics, statistics)
+    x, dy, dsum = (make(shape["rows"], shape["cols"]) for _ in range(3))
+    mean, rstd = (example(shape["rows"], dtype=torch.float32, device=device) for _ in range(2))
+    launch_backward(dy, dsum if add else None, x, make(shape["cols"]), mean, rstd)
 
 
 def _forward_work(shape: Shape, dtype: torch.dtype, *, add: bool) -> Work:
     rows, elements = shape["rows"], shape["rows"] * shape["cols"]
     tensors = 2 if add else 1
     stored = tensors * elements * dtype.itemsize + 2 * 4 * rows
-    return Work((tensors + 2) * elements * dtype.itemsize, stored, (8 + add) * elements)
+    distinct = (tensors * elements + 2 * shape["cols"]) * dtype.itemsize + stored
+    loaded = (tensors + 2) * elements * dtype.itemsize
+    return Work(loaded, stored, distinct, (8 + add) * elements)
 
 
 def _backward_work(shape: Shape, dtype: torch.dtype, *, add: bool) -> Work:
@@ -389,7 +392,8 @@ def _backward_work(shape: Shape, dtype: torch.dtype, *, add: bool) -> Work:
     per_row = (3 if add else 2) * cols * itemsize + 2 * 4
     loaded = rows * per_row + programs * cols * itemsize + shares
     stored = rows * cols * itemsize + shares + 2 * cols * itemsize
-    return Work(loaded, stored, (12 + add) * rows * cols)
+    distinct = loaded - (programs - 1) * cols * itemsize + stored
+    return Work(loaded, stored, distinct, (12 + add) * rows * cols)
 
 
 PASSES = {

@@ -393,8 +393,8 @@ def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
 
 
 def _launch_slope_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    *_, out = _tensors(shape, dtype, device)
-    launch_slope(out, out, shape.get("activation", "gelu_new"))
+    *_, argument = _tensors(shape, dtype, device)
+    launch_slope(torch.empty_like(argument), argument, shape.get("activation", "gelu_new"))
 
 
 def _tensors(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, ...]:
@@ -410,13 +410,17 @@ def _forward_work(shape: Shape, dtype: torch.dtype) -> Work:
     loaded = rows * n_in * across + n_out * (n_in + 1) * down
     loaded += 0 if "activation" in shape else rows * n_out
     stored = rows * n_out * (2 if "activation" in shape else 1)
-    return Work(loaded * dtype.itemsize, stored * dtype.itemsize, 2 * rows * n_out * n_in)
+    distinct = rows * n_in + n_out * (n_in + 1) + stored
+    distinct += 0 if "activation" in shape else rows * n_out
+    elements = (loaded, stored, distinct)
+    return Work(*(n * dtype.itemsize for n in elements), flops=2 * rows * n_out * n_in)
 
 
 def _slope_work(shape: Shape, dtype: torch.dtype) -> Work:
     rows, outs = shape["rows"], shape["rows"] * shape["out"]
     shares = triton.cdiv(rows, _run_of_rows(rows)) * shape["out"]
-    return Work(2 * outs * dtype.itemsize, outs * dtype.itemsize + 4 * shares, 16 * outs)
+    loaded, stored = 2 * outs * dtype.itemsize, outs * dtype.itemsize + 4 * shares
+    return Work(loaded, stored, loaded + stored, 16 * outs)
 
 
 PASSES = {

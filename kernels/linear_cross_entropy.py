@@ -410,14 +410,18 @@ def _launch_gradient(shape: Shape, dtype: torch.dtype, device: Any) -> None:
 def _loss_work(shape: Shape, dtype: torch.dtype) -> Work:
     rows, vocab = shape["rows"], shape["vocab"]
     loaded = rows * ((_padded(vocab) + 1) * dtype.itemsize + 8)
-    return Work(loaded, 3 * 4 * rows, 4 * rows * vocab)
+    stored = 3 * 4 * rows
+    distinct = rows * (_padded(vocab) * dtype.itemsize + 8) + stored
+    return Work(loaded, stored, distinct, 4 * rows * vocab)
 
 
 def _gradient_work(shape: Shape, dtype: torch.dtype) -> Work:
     rows, vocab = shape["rows"], shape["vocab"]
     logits = rows * _padded(vocab) * dtype.itemsize
     blocks = triton.cdiv(vocab, _block(vocab)["BLOCK"])
-    return Work(logits + rows * blocks * (8 + 3 * 4), logits, 5 * rows * vocab)
+    of_a_row = 8 + 3 * 4
+    loaded, distinct = logits + rows * blocks * of_a_row, 2 * logits + rows * of_a_row
+    return Work(loaded, logits, distinct, 5 * rows * vocab)
 
 
 PASSES = {

@@ -461,7 +461,9 @@ def _work(shape: Shape, dtype: torch.dtype, *, temperature: float, filters: bool
     loaded = walks * elements * (dtype.itemsize + filters)
     loaded += rows * (_PARAMETERS_BYTES + dtype.itemsize)
     flops = 4 * walks + (2 * 8 * 16 if filters else 0)
-    return Work(loaded, rows * (8 + 4), flops * elements)
+    stored = rows * (8 + 4)
+    distinct = elements * (dtype.itemsize + filters) + rows * _PARAMETERS_BYTES + stored
+    return Work(loaded, stored, distinct, flops * elements)
 
 
 PASSES = {

@@ -340,11 +340,11 @@ def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
     if shape.get("int8"):
         weight = weight.to(torch.int8)
         scales = example(shape["out"], dtype=torch.float32, device=device)
-    norm = make(shape["in"]) if shape.get("norm") else None
+    norm, norm_bias = (make(shape["in"]) if shape.get("norm") else None for _ in range(2))
     residual = make(shape["few"], shape["out"]) if shape.get("residual") else None
     x, bias = make(shape["few"], shape["in"]), make(shape["out"])
     activation = shape.get("activation")
-    launch_forward(x, weight, scales, bias, norm, norm, 1e-5, activation, residual)
+    launch_forward(x, weight, scales, bias, norm, norm_bias, 1e-5, activation, residual)
 
 
 def _work(shape: Shape, dtype: torch.dtype) -> Work:
@@ -352,10 +352,12 @@ def _work(shape: Shape, dtype: torch.dtype) -> Work:
     programs = triton.cdiv(n_out, _tiles(rows, n_in, dtype)["BLOCK_N"])
     norm, residual, int8 = (bool(shape.get(n)) for n in ("norm", "residual", "int8"))
     reads_of_x = 3 if norm and rows > 1 else 1
-    loaded = n_out * n_in * (1 if int8 else size) + n_out * (size + 4 * int8)
-    loaded += programs * (reads_of_x * rows + 2 * norm) * n_in * size
-    loaded += residual * rows * n_out * size
-    return Work(loaded, rows * n_out * size, 2 * rows * n_out * n_in)
+    once = n_out * n_in * (1 if int8 else size) + n_out * (size + 4 * int8)
+    once += residual * rows * n_out * size
+    stored = rows * n_out * size
+    loaded = once + programs * (reads_of_x * rows + 2 * norm) * n_in * size
+    distinct = once + (rows + 2 * norm) * n_in * size + stored
+    return Work(loaded, stored, distinct, 2 * rows * n_out * n_in)
 
 
 PASSES = {"forward": Pass(_launch_case, _work)}

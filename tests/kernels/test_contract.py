@@ -10,7 +10,7 @@ from gptile.kernels.catalog import OPERATIONS
 from gptile.kernels.launch import Shape
 
 # What the interpreter runs in seconds; block edges and ragged sizes stay as they are.
-MOST = {"rows": 3, "tokens": 70, "vocab": 600, "heads": 2, "in": 900, "out": 300}
+MOST = {"rows": 3, "tokens": 70, "vocab": 300, "heads": 2, "in": 900, "out": 300}
 
 
 def small(shape: Shape) -> Shape:
@@ -27,10 +27,11 @@ def launches() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("operation", "direction", "case"), [*launches()])
 def test_traffic_is_the_formula(operation: str, direction: str, case: str) -> None:
-    """The bytes that the interpreter sees loaded and stored are those the file states."""
+    """The bytes that the interpreter sees moved are those the file states."""
     module = OPERATIONS[operation]
     shape, dtype = small(module.CASES[case]), torch.float16
     with count_traffic() as traffic:
         module.PASSES[direction].launch(shape, dtype, "cpu")
     work = module.PASSES[direction].work(shape, dtype)
-    assert (traffic.loaded, traffic.stored) == (work.loaded, work.stored)
+    counted = (traffic.loaded, traffic.stored, traffic.distinct)
+    assert counted == (work.loaded, work.stored, work.distinct)
