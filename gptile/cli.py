@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import gptile
-from gptile.console import DTYPES, examples, parse_device, parse_dtype, print_table, status
+from gptile.console import (
+    DTYPES,
+    examples,
+    parse_device,
+    parse_dtype,
+    parse_kernels,
+    print_table,
+    status,
+)
 from gptile.model.errors import UserError
 from gptile.train.config import TrainConfig
 
@@ -67,6 +75,13 @@ def _fail(message: str, code: int) -> int:
 device_option = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"
 )
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(["auto", "torch", "triton"]),
+    default="auto",
+    show_default=True,
+    help="Triton's run on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.",
+)
 revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
 
 
@@ -74,6 +89,7 @@ def model_options(command: Callable) -> Callable:
     """Where a model comes from and how it runs."""
     for option in (
         click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True),
+        kernels_option,
         device_option,
         revision_option,
         click.option(
@@ -102,6 +118,7 @@ def cli() -> None:
         'gptile generate --model gpt2 --temperature 0 "The capital of France is"',
         "gptile generate --file prompt.txt --n 4 --json",
         r"printf 'ROMEO:' | gptile generate --stop $'\n\n'",
+        "TRITON_INTERPRET=1 gptile generate --kernels triton --max-new-tokens 8 'ROMEO:'",
         "gptile generate --model DIR --ids '50256 464'",
     )
 )
@@ -131,6 +148,7 @@ def generate(
     model: str,
     revision: str | None,
     device: str,
+    kernels: str,
     dtype: str,
     as_json: bool,
     **sampling: Any,
@@ -155,8 +173,9 @@ def generate(
         tokenizer = None
     given: str | list[int] = _parse_ids(text) if as_ids else text
     where = parse_device(device)
+    ops = parse_kernels(kernels, where)
     with status(f"loading {model}"):
-        loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where)
+        loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where, ops=ops)
     if where.type == "cpu" and loaded.num_parameters() < _ONE_THREAD_BELOW:
         import torch
 
@@ -394,3 +413,84 @@ def parity(model: str, device: str, tokens: int, dtype: str, as_json: bool) -> N
         )
     if not all(r.ok for r in results):
         sys.exit(1)
+
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@cli.command(
+    **examples(
+        "gptile inspect",
+        "gptile inspect attention --target sm_90 --case gpt2-prefill",
+        "gptile inspect attention --pass forward --compare sm_80,sm_90,gfx942",
+        "gptile inspect layer_norm --pass forward --show ptx",
+        "gptile inspect attention --dtype fp32 --json",
+    )
+)
+@click.argument("operation", required=False)
+@click.option("--target", default="sm_90", show_default=True, help="GPU to compile for.")
+@click.option("--compare", help="Targets side by side, such as sm_80,sm_90.")
+@click.option(
+    "--dtype",
+    type=click.Choice([*_SHORT_DTYPES, *DTYPES]),
+    default="bf16",
+    show_default=True,
+    metavar="DTYPE",
+    help="bf16, fp16 or fp32, or their long names.",
+)
+@click.option("--case", help="Shapes by name.  [default: the operation's first]")
+@click.option("--pass", "direction", help="[default: all]")
+@click.option(
+    "--show",
+    type=click.Choice(["ttir", "ttgir", "llir", "ptx", "sass", "amdgcn"]),
+    help="Print this stage of the compilation instead of tables.",
+)
+@click.option("--kernel", help="What --show prints.  [default: every kernel]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def inspect(
+    operation: str | None,
+    target: str,
+    compare: str | None,
+    dtype: str,
+    case: str | None,
+    direction: str | None,
+    show: str | None,
+    kernel: str | None,
+    as_json: bool,
+) -> None:
+    """What the compiler made of an OPERATION's kernels, and what a GPU allows them. Needs no GPU.
+
+    Without OPERATION: the operations, their passes and cases, and the targets. With one: each
+    kernel's grid, warps, registers, spilled bytes, shared memory, occupancy and what limits it, and
+    how it multiplies tiles; each pass's FLOPs, bytes, and time at the peak rates of known GPUs.
+    """
+    from gptile import inspection
+
+    if show and (as_json or compare):
+        raise click.UsageError("--show prints code of one target: neither --json nor --compare")
+    if kernel and not show:
+        raise click.UsageError("--kernel is for --show")
+    if operation is None:
+        if compare or case or direction or show:
+            raise click.UsageError("which operation? gptile inspect lists them")
+        if as_json:
+            click.echo(json.dumps(inspection.choices()))
+        else:
+            inspection.print_choices()
+        return
+    if show:
+        inspection.check_stage(target, show)
+    with status("compiling"):
+        found = inspection.inspect(
+            operation,
+            targets=compare.split(",") if compare else [target],
+            dtype=parse_dtype(_SHORT_DTYPES.get(dtype, dtype)),
+            case=case,
+            direction=direction,
+        )
+    if show:
+        inspection.print_code(found, show, kernel)
+    elif as_json:
+        click.echo(json.dumps(inspection.record(found)))
+    else:
+        inspection.print_inspection(found)

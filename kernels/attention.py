@@ -27,7 +27,15 @@ from torch import Tensor
 
 from gptile.kernels.attention_backward import backward_work, launch_backward
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_inputs,
+    check_operands,
+    example,
+    launch,
+)
 from gptile.kernels.tiles import block_of, load_tile, product_options
 
 MAX_HEAD_DIM = 128
@@ -99,8 +107,9 @@ def _forward_kernel(
     FP32: tl.constexpr,  # convert tiles to fp32
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
+    n_tiles = tl.cdiv(n_tokens, BLOCK_M)
+    row = (tl.program_id(0) // (n_tiles * n_head)).to(tl.int64)
+    head = (tl.program_id(0) // n_tiles % n_head).to(tl.int64)
     if CACHED:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         start = tl.load(starts_ptr + row).to(tl.int32)
@@ -110,7 +119,7 @@ def _forward_kernel(
         start = 0
         count = n_tokens
     n_keys = start + count
-    first = tl.program_id(0) * BLOCK_M
+    first = tl.program_id(0) % n_tiles * BLOCK_M
     tokens = first + tl.arange(0, BLOCK_M)
     positions = start + tokens
     dims = tl.arange(0, BLOCK_D)
@@ -165,15 +174,21 @@ def _tiles(head_dim: int, dtype: torch.dtype, *, cached: bool) -> dict[str, Any]
 
 
 def _same_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As they are where they are views of one packed projection, else contiguous."""
-    if q.stride() == k.stride() == v.stride() and q.stride(3) == 1:
+    """As they are where they are views of one packed projection, else contiguous. Offsets within a
+    row are int32 in the kernels."""
+    if q.stride() == k.stride() == v.stride() and q.stride(3) == 1 and _spans_int32(q):
         return q, k, v
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
+def _spans_int32(x: Tensor) -> bool:
+    return x.shape[1] * x.stride(1) < 2**31
+
+
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``(out [B, T, H, D], lse [B, H, T])``."""
-    check_inputs(q, k, v)
+    check_inputs(q)
+    check_operands(q, k=(k, q.shape), v=(v, q.shape))
     q, k, v = _same_layout(q, k, v)
     n_rows, n_tokens, n_head, head_dim = q.shape
     tiles = _tiles(head_dim, q.dtype, cached=False)
@@ -182,7 +197,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     if q.numel():
         launch(
             _forward_kernel,
-            (triton.cdiv(n_tokens, tiles["BLOCK_M"]), n_rows * n_head),
+            (triton.cdiv(n_tokens, tiles["BLOCK_M"]) * n_rows * n_head,),
             q,
             k,
             v,
@@ -212,15 +227,16 @@ def launch_cached(
 ) -> Tensor:
     """``[B, T, H, D]``; the arguments are those of
     :func:`~gptile.kernels.decode_attention.decode_attention_reference`."""
-    q = q if q.stride(3) == 1 else q.contiguous()
+    q = q if q.stride(3) == 1 and _spans_int32(q) else q.contiguous()
     n_rows, n_tokens, n_head, head_dim = q.shape
-    tiles = _tiles(head_dim, q.dtype, cached=True)
+    widest = max(q.dtype, k_cache.dtype, key=lambda dtype: dtype.itemsize)
+    tiles = {**_tiles(head_dim, widest, cached=True), **product_options(q.dtype)}
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     slot_stride, head_stride, token_stride, _ = k_cache.stride()
     if q.numel():
         launch(
             _forward_kernel,
-            (triton.cdiv(n_tokens, tiles["BLOCK_M"]), n_rows * n_head),
+            (triton.cdiv(n_tokens, tiles["BLOCK_M"]) * n_rows * n_head,),
             q,
             k_cache,
             v_cache,
@@ -259,7 +275,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_backward(dout.contiguous(), *_same_layout(q, k, v), out, lse, scale)
+    q, k, v = _same_layout(q, k, v)
+    return launch_backward(dout.contiguous(), q, k, v, out.contiguous(), lse, scale)
 
 
 @_attention_backward.register_fake
@@ -271,11 +288,12 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # or autograd makes zeros for the log-sum-exp
     q, k, v, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return (*_attention_backward(dout, *ctx.saved_tensors, ctx.scale), None)
 
 

@@ -1,8 +1,9 @@
 """The gradients of causal self-attention (attention.py): dq, dk and dv from dout.
 
 With p the attention weights, computed again from q, k and the saved log-sum-exp:
-``dv = p^T dout``, ``ds = p * (dout v^T - delta) * scale``, ``dq = ds k``, ``dk = ds^T q``, where
-``delta[i] = sum_d out[i, d] * dout[i, d]`` (FlashAttention-2, https://arxiv.org/abs/2307.08691).
+``dv = p^T dout``, ``ds = p * (dout v^T - delta)``, ``dq = scale * ds k``, ``dk = scale * ds^T q``,
+where ``delta[i] = sum_d out[i, d] * dout[i, d]`` (FlashAttention-2,
+https://arxiv.org/abs/2307.08691).
 
 Tiling. One kernel takes the deltas. One owns BLOCK_N keys and walks over the queries that see them
 (dk, dv); another owns BLOCK_M queries and walks over their keys (dq). The scores are computed in
@@ -35,9 +36,10 @@ def _delta_kernel(
     BLOCK_M: tl.constexpr,  # tokens a program owns
     BLOCK_D: tl.constexpr,  # power of two >= D
 ):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_tiles = tl.cdiv(n_tokens, BLOCK_M)
+    row = (tl.program_id(0) // (n_tiles * n_head)).to(tl.int64)
+    head = (tl.program_id(0) // n_tiles % n_head).to(tl.int64)
+    tokens = tl.program_id(0) % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     mask = (tokens[:, None] < n_tokens) & (dims[None, :] < head_dim)
     offsets = ((row * n_tokens + tokens[:, None]) * n_head + head) * head_dim + dims[None, :]
@@ -61,7 +63,8 @@ def _score_gradient(
     scale,  # factor on the scores
     PRECISION: tl.constexpr,  # of fp32 products
 ):
-    """The attention weights again, and the gradient of the scores before their scaling."""
+    """The attention weights again, and the gradient of the scaled scores: the scale is left for the
+    end, or in fp16 small gradients would lose digits to it."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     seen = (keys[None, :] <= queries[:, None]) & (queries[:, None] < n_tokens)
@@ -69,7 +72,7 @@ def _score_gradient(
     scores = tl.where(seen, scores - lse[:, None], -float("inf"))
     weights = tl.exp2(scores * LOG2_E)
     dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    return weights, weights * (dweights - delta[:, None]) * scale
+    return weights, weights * (dweights - delta[:, None])
 
 
 @triton.jit
@@ -95,18 +98,20 @@ def _backward_kv_kernel(
     PRECISION: tl.constexpr,  # of fp32 products
     FP32: tl.constexpr,  # convert tiles to fp32
 ):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
+    n_tiles = tl.cdiv(n_tokens, BLOCK_N)
+    row = (tl.program_id(0) // (n_tiles * n_head)).to(tl.int64)
+    head = (tl.program_id(0) // n_tiles % n_head).to(tl.int64)
+    first_key = tl.program_id(0) % n_tiles * BLOCK_N
     base = row * row_stride + head * head_stride
     out_base = (row * n_tokens * n_head + head) * head_dim
     statistics = (row * n_head + head) * n_tokens
-    keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     k = load_tile(k_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
     v = load_tile(v_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    first = tl.program_id(0) * BLOCK_N // BLOCK_M * BLOCK_M  # earlier queries see none of the keys
+    first = first_key // BLOCK_M * BLOCK_M  # earlier queries see none of the keys
     for start in range(first, n_tokens, BLOCK_M):
         queries = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_ptr + base, token_stride, queries, dims, n_tokens, head_dim, FP32)
@@ -121,7 +126,7 @@ def _backward_kv_kernel(
         dk += tl.dot(tl.trans(dscores.to(q.dtype)), q, input_precision=PRECISION)
     mask = (keys[:, None] < n_tokens) & (dims[None, :] < head_dim)
     offsets = out_base + keys[:, None] * n_head * head_dim + dims[None, :]
-    tl.store(dk_ptr + offsets, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
@@ -147,12 +152,14 @@ def _backward_q_kernel(
     PRECISION: tl.constexpr,  # of fp32 products
     FP32: tl.constexpr,  # convert tiles to fp32
 ):
-    row = (tl.program_id(1) // n_head).to(tl.int64)
-    head = (tl.program_id(1) % n_head).to(tl.int64)
+    n_tiles = tl.cdiv(n_tokens, BLOCK_M)
+    row = (tl.program_id(0) // (n_tiles * n_head)).to(tl.int64)
+    head = (tl.program_id(0) // n_tiles % n_head).to(tl.int64)
+    first_query = tl.program_id(0) % n_tiles * BLOCK_M
     base = row * row_stride + head * head_stride
     out_base = (row * n_tokens * n_head + head) * head_dim
     statistics = (row * n_head + head) * n_tokens
-    queries = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q = load_tile(q_ptr + base, token_stride, queries, dims, n_tokens, head_dim, FP32)
     stride = n_head * head_dim
@@ -160,7 +167,7 @@ def _backward_q_kernel(
     lse = tl.load(lse_ptr + statistics + queries, mask=queries < n_tokens, other=0.0)
     delta = tl.load(delta_ptr + statistics + queries, mask=queries < n_tokens, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for start in range(0, tl.minimum((tl.program_id(0) + 1) * BLOCK_M, n_tokens), BLOCK_N):
+    for start in range(0, tl.minimum(first_query + BLOCK_M, n_tokens), BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
         v = load_tile(v_ptr + base, token_stride, keys, dims, n_tokens, head_dim, FP32)
@@ -170,7 +177,7 @@ def _backward_q_kernel(
         dq += tl.dot(dscores.to(k.dtype), k, input_precision=PRECISION)
     mask = (queries[:, None] < n_tokens) & (dims[None, :] < head_dim)
     offsets = out_base + queries[:, None] * n_head * head_dim + dims[None, :]
-    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(dq_ptr + offsets, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
 def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -206,7 +213,7 @@ def launch_backward(
     sizes = (n_tokens, n_head, head_dim)
     launch(
         _delta_kernel,
-        (triton.cdiv(n_tokens, tiles["BLOCK_M"]), n_rows * n_head),
+        (triton.cdiv(n_tokens, tiles["BLOCK_M"]) * n_rows * n_head,),
         out,
         dout,
         delta,
@@ -220,7 +227,7 @@ def launch_backward(
     ):
         launch(
             kernel,
-            (triton.cdiv(n_tokens, block), n_rows * n_head),
+            (triton.cdiv(n_tokens, block) * n_rows * n_head,),
             q,
             k,
             v,

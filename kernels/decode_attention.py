@@ -9,11 +9,13 @@ a GPU, so its keys are split: a program owns BLOCK_N keys of one row and head, a
 keys give, normalised, with their log-sum-exp; a second kernel adds up the blocks of a row. The grid
 is that of the cache's whole ``max_len``, so that a captured graph stays valid as rows grow; a
 program beyond its row's length does nothing. The blocks of a row depend on its length alone: a row
-gives the same bits whatever its neighbours and ``max_len``.
+gives the same bits whatever its neighbours and ``max_len``, as long as none of them brings more
+than 8 queries.
 
 Bandwidth bound: for rows of L tokens, H heads of D and elements of s bytes the cache gives
-``2 L H D s`` bytes a row; the blocks' partial results, fp32, are stored and loaded once each, 4 to
-6 % of that for a 16-bit cache. FLOPs: ``4 L H D`` a query. Exactly: :func:`_work`.
+``2 L H D s`` bytes a row; the blocks' partial results, fp32, are stored and loaded once each: about
+3 % of that a query, for a 16-bit cache and heads of 64. FLOPs: ``4 L H D`` a query. Exactly:
+:func:`_work`.
 """
 
 from typing import Any
@@ -24,14 +26,22 @@ from torch import Tensor
 
 from gptile.kernels.attention import MAX_HEAD_DIM, launch_cached
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_indices,
+    check_inputs,
+    example,
+    launch,
+)
 from gptile.kernels.tiles import MIN_DOT, block_of, load_tile, product_options
 
 MAX_QUERIES = 8
 """Longer chunks of tokens go to the kernel of attention.py, which reads the cache once a tile of
 queries; both kernels of this file hold all the queries of a row."""
 _BLOCK_N = 64
-"""Keys of a program. 12 heads of 1024 tokens make 192 programs, enough for every GPU."""
+"""Keys of a program: one row of 12 heads and 1024 tokens makes 192 programs."""
 _BLOCKS = 16
 """Blocks added at a time: a row of 1024 tokens in one step."""
 
@@ -106,6 +116,7 @@ def _block_kernel(
     slot_stride,  # elements between slots of the cache
     head_stride,  # elements between heads of the cache
     token_stride,  # elements between tokens of the cache
+    n_blocks,  # of the cache's whole length
     n_tokens,  # T
     n_head,  # H
     head_dim,  # D
@@ -117,14 +128,15 @@ def _block_kernel(
     FP32: tl.constexpr,  # convert tiles to fp32
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
-    row_head = tl.program_id(1).to(tl.int64)
+    row_head = (tl.program_id(0) // n_blocks).to(tl.int64)
     row = row_head // n_head
     head = row_head % n_head
     slot = tl.load(slots_ptr + row).to(tl.int64)
     start = tl.load(starts_ptr + row).to(tl.int32)
     count = tl.load(counts_ptr + row).to(tl.int32)
     n_keys = start + count
-    first = tl.program_id(0) * BLOCK_N
+    block = tl.program_id(0) % n_blocks
+    first = block * BLOCK_N
     if first < n_keys:
         tokens = tl.arange(0, BLOCK_M)
         keys = first + tl.arange(0, BLOCK_N)
@@ -143,8 +155,7 @@ def _block_kernel(
         total = tl.sum(weights, axis=1)
         total = tl.where(total == 0.0, 1.0, total)
         out = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
-        block = row_head * tl.num_programs(0) + tl.program_id(0)
-        rows = block * n_tokens + tokens
+        rows = (row_head * n_blocks + block) * n_tokens + tokens
         mask = (tokens[:, None] < n_tokens) & (dims[None, :] < head_dim)
         tl.store(partial_ptr + rows[:, None] * head_dim + dims[None, :], out, mask=mask)
         tl.store(lse_ptr + rows, maximum + tl.log(total), mask=tokens < n_tokens)
@@ -166,8 +177,8 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,  # power of two >= D
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
-    token = tl.program_id(0)
-    row_head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) % n_tokens
+    row_head = (tl.program_id(0) // n_tokens).to(tl.int64)
     row = row_head // n_head
     head = row_head % n_head
     count = tl.load(counts_ptr + row).to(tl.int32)
@@ -213,8 +224,12 @@ def launch_forward(
     n_rows, n_tokens, n_head, head_dim = q.shape
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} exceeds the {MAX_HEAD_DIM} of this kernel")
+    if k_cache.shape[1::2] != (n_head, head_dim) or k_cache.shape != v_cache.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k_cache, v_cache))
+        raise ValueError(f"q and the caches do not match: {shapes}")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("the caches must have equal strides, with features side by side")
+    check_indices(n_rows, slots=slots, starts=starts, counts=counts)
     if n_tokens > MAX_QUERIES:
         return launch_cached(q, k_cache, v_cache, slots, starts, counts, scale)
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -226,7 +241,7 @@ def launch_forward(
     if q.numel():
         launch(
             _block_kernel,
-            (n_blocks, n_rows * n_head),
+            (n_blocks * n_rows * n_head,),
             q,
             k_cache,
             v_cache,
@@ -237,6 +252,7 @@ def launch_forward(
             counts.contiguous(),
             *q.stride()[:3],
             *k_cache.stride()[:3],
+            n_blocks,
             n_tokens,
             n_head,
             head_dim,
@@ -249,7 +265,7 @@ def launch_forward(
         )
         launch(
             _combine_kernel,
-            (n_tokens, n_rows * n_head),
+            (n_tokens * n_rows * n_head,),
             partial,
             lse,
             out,
@@ -303,7 +319,8 @@ def decode_attention_triton(
     scale: float,
 ) -> Tensor:
     """:func:`decode_attention_reference`, and for more than :data:`MAX_QUERIES` queries a row the
-    kernel of attention.py. No host synchronisation. Not differentiable."""
+    kernel of attention.py. No host synchronisation: slots, starts and counts are not checked.
+    Not differentiable."""
     return _decode_attention(q, k_cache, v_cache, slots, starts, counts, scale).flatten(2)
 
 

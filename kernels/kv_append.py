@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_indices,
+    check_inputs,
+    example,
+    launch,
+)
 
 # 8 elements a thread of one warp: 16-byte loads of 16-bit values, and several programs for the one
 # token of a decode step. Divides the width of every GPT-2 but the xl.
@@ -150,11 +158,7 @@ def launch_append(
         raise ValueError("the two caches must have the same shape and strides")
     if k_cache.stride(3) != 1:  # written in place, so no copy can stand in
         raise ValueError("the caches must have unit stride along head_dim")
-    for name, index in (("slots", slots), ("starts", starts), ("counts", counts)):
-        if index.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
-        if index.shape != (n_rows,):
-            raise ValueError(f"{name} must be [{n_rows}], got {list(index.shape)}")
+    check_indices(n_rows, slots=slots, starts=starts, counts=counts)
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     q = torch.empty(n_rows, n_tokens, n_head, head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -10,6 +10,7 @@ import torch
 
 from gptile.kernels.jit import HAS_TRITON, triton
 
+Sizes: TypeAlias = tuple[int, ...]
 Shape: TypeAlias = Mapping[str, Any]
 """One of a kernel file's ``CASES``: sizes, and choices such as an activation, by name."""
 
@@ -93,6 +94,43 @@ def check_inputs(*tensors: torch.Tensor) -> None:
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
             )
+
+
+def check_operands(like: torch.Tensor, **operands: tuple[torch.Tensor | None, Sizes]) -> None:
+    """Refuse operands that do not fit: a kernel would read beyond them, or round them.
+
+    Args:
+        like: gives the dtype.
+        operands: by name, each (where there is one) with the shape it must have.
+
+    Raises:
+        ValueError: for another shape.
+        TypeError: for another dtype.
+    """
+    for name, (tensor, shape) in operands.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != like.dtype:
+            raise TypeError(
+                f"{name} is {tensor.dtype} beside {like.dtype}: a kernel takes one dtype, so "
+                "convert the model (autocast does not reach kernels)"
+            )
+
+
+def check_indices(n_rows: int, **indices: torch.Tensor) -> None:
+    """Refuse indices, by name, that are not one integer a row.
+
+    Raises:
+        ValueError: for another shape than ``[n_rows]``.
+        TypeError: for another dtype than int32 or int64.
+    """
+    for name, index in indices.items():
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
+        if index.shape != (n_rows,):
+            raise ValueError(f"{name} must be [{n_rows}], got {list(index.shape)}")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

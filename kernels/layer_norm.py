@@ -26,7 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch, rows_of
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_inputs,
+    check_operands,
+    example,
+    launch,
+    rows_of,
+)
 
 MAX_COLUMNS = 16384
 """A row must fit the registers of one program."""
@@ -203,8 +212,10 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(sum, y, mean, rstd)``; ``sum`` is empty without ``delta``."""
     check_inputs(x, weight, bias)
+    check_operands(x, delta=(delta, x.shape))
     rows = rows_of(x)
     n_rows, n_cols = rows.shape
+    check_operands(weight, weight=(weight, (n_cols,)), bias=(bias, (n_cols,)))
     added = rows if delta is None else rows_of(delta)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(0 if delta is None else x.shape, dtype=x.dtype, device=x.device)
@@ -327,11 +338,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # or autograd makes zeros for mean and rstd
     _, weight, *_ = inputs
     ctx.save_for_backward(inputs[0], weight, *output[-2:])
 
 
 def _save_sum(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
     total, _, mean, rstd = output
     ctx.save_for_backward(total, inputs[2], mean, rstd)
 
@@ -340,7 +353,11 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return (*_layer_norm_backward(dy, None, *ctx.saved_tensors), None)
 
 
-def _differentiate_sum(ctx: Any, dsum: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _differentiate_sum(
+    ctx: Any, dsum: Tensor | None, dy: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    if dy is None:  # only the sum was used
+        return dsum, dsum, None, None, None
     dx, dweight, dbias = _layer_norm_backward(dy, dsum, *ctx.saved_tensors)
     return dx, dx, dweight, dbias, None
 

@@ -31,7 +31,16 @@ from torch import Tensor
 
 from gptile.kernels.activations import ACTIVATIONS, REFERENCES, activate, slope
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch, rows_of
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_inputs,
+    check_operands,
+    example,
+    launch,
+    rows_of,
+)
 from gptile.kernels.layer_norm import layer_norm_reference, layer_norm_triton
 from gptile.kernels.small_linear import MAX_ROWS, small_linear_triton
 from gptile.kernels.tiles import load_tile, product_options
@@ -52,7 +61,7 @@ activation."""
 _GROUP = 8
 """Rows of tiles that run together."""
 _ENOUGH_TILES = 256
-"""Larger tiles read less, once there are enough of them for every multiprocessor."""
+"""Larger tiles read less, but too few of them leave multiprocessors idle."""
 _SLOPE_COLUMNS = 256
 _SLOPE_PROGRAMS = 128
 """Runs of rows of the backward kernel at most: the shares stay small beside the gradient."""
@@ -198,10 +207,13 @@ def launch_forward(
     keep_argument: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(out [..., N], argument)``; the activation's argument is empty unless kept."""
-    check_inputs(x, weight, bias)
+    check_inputs(x)
     rows = rows_of(x)
     (n_rows, n_in), n_out = rows.shape, len(weight)
     size = (*x.shape[:-1], n_out)
+    check_operands(
+        x, weight=(weight, (n_out, n_in)), bias=(bias, (n_out,)), residual=(residual, size)
+    )
     out = torch.empty(size, dtype=x.dtype, device=x.device)
     argument = torch.empty(size if keep_argument else 0, dtype=x.dtype, device=x.device)
     if not out.numel():
@@ -235,7 +247,7 @@ def launch_forward(
 
 def launch_slope(dout: Tensor, argument: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``(dargument [..., N], dbias shares fp32 [programs, N])``."""
-    rows = rows_of(dout)
+    rows, argument = rows_of(dout), argument.contiguous()
     n_rows, n_cols = rows.shape
     run = _run_of_rows(n_rows)
     n_programs = triton.cdiv(n_rows, run)
@@ -299,12 +311,13 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # or autograd makes zeros for the argument
     x, weight, _, ctx.activation, keep_argument = inputs
     if keep_argument:
         ctx.save_for_backward(x, weight, output[1])
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, argument = ctx.saved_tensors
     gradient, shares = _activation_backward(dout, argument, ctx.activation)
     dbias = shares.sum(0).to(weight.dtype)
@@ -317,7 +330,7 @@ def _save_residual(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate_residual(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    dbias = dout.flatten(0, -2).sum(0)
+    dbias = dout.reshape(-1, dout.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
     return (*_products(ctx, dout, x, weight), dbias, dout)
 
 
@@ -326,7 +339,7 @@ def _products(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Te
     dx = gradient @ weight if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None
-    return dx, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+    return dx, gradient.reshape(-1, len(weight)).T @ x.reshape(-1, x.shape[-1])
 
 
 _linear_activation.register_autograd(_differentiate, setup_context=_save)
@@ -350,7 +363,7 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def linear_activation_triton(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
-    """:func:`linear_activation_reference` in one kernel. Differentiable once."""
+    """:func:`linear_activation_reference` in one kernel. Differentiable once, in reverse mode."""
     if _few(x, weight, bias):
         return small_linear_triton(x, weight, bias, activation=activation)
     keep_argument = _differentiated(x, weight, bias)
@@ -373,14 +386,20 @@ def layer_norm_linear_triton(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """:func:`layer_norm_linear_reference`, for few rows in one kernel. Differentiable once."""
+    """:func:`layer_norm_linear_reference`, for few rows in one kernel. Differentiable once, in
+    reverse mode.
+
+    Raises:
+        ValueError: for an activation without a bias.
+    """
+    if activation is not None and bias is None:
+        raise ValueError("an activation comes with a bias")
     if _few(x, norm_weight, norm_bias, weight, bias):
         norm = (norm_weight, norm_bias, eps)
         return small_linear_triton(x, weight, bias, norm=norm, activation=activation)
     x = layer_norm_triton(x, norm_weight, norm_bias, eps)
-    if activation is None:
+    if activation is None or bias is None:
         return F.linear(x, weight, bias)
-    assert bias is not None, "an activation comes with a bias"
     return linear_activation_triton(x, weight, bias, activation)
 
 

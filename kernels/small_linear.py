@@ -6,14 +6,14 @@ one fp32 scale an output channel: ``scales[n] * weight[n]``.
 
 Each weight is used once a row, so the time is that of reading the weights. One row: a program owns
 a few output channels, holds the whole row of x in registers, normalised there, and multiplies
-without tensor cores and without a loop, all of its loads in flight at once. 2 to 16 rows: a program
+without tensor cores and without a loop (rows wider than 8192 take the other kernel). Else a program
 owns BLOCK_N channels and walks over the inputs in blocks on the tensor cores, after two passes over
 x for its statistics.
 
 Bytes, for M rows of K inputs, N outputs, weights of w and the rest of s bytes: ``N K w`` once. The
 rest is small and read again by each program, from L2: x (``M K s``, three times that for several
 normalised rows) and ``2 K s`` of the norm's parameters. Stores ``M N s``. ``2 M N K`` FLOPs: the
-intensity is M to 2 M FLOPs a byte, far below what a GPU could do. Exactly: :func:`_work`.
+intensity is M / 2 to 2 M FLOPs a byte, far below what a GPU could do. Exactly: :func:`_work`.
 """
 
 from typing import Any
@@ -24,7 +24,16 @@ from torch import Tensor
 
 from gptile.kernels.activations import ACTIVATIONS, REFERENCES, activate
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch, rows_of
+from gptile.kernels.launch import (
+    Pass,
+    Shape,
+    Work,
+    check_inputs,
+    check_operands,
+    example,
+    launch,
+    rows_of,
+)
 from gptile.kernels.tiles import MIN_DOT, load_tile, product_options
 
 MAX_ROWS = MIN_DOT
@@ -32,6 +41,7 @@ MAX_ROWS = MIN_DOT
 _ROW_TILE = 4096
 """Weights a program of one row holds: 32 a thread of 4 warps, and 192 programs for the smallest
 product of GPT-2, 768 x 768."""
+_WIDEST_ROW = 8192
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt2-qkv": {"few": 1, "in": 768, "out": 2304, "norm": True},
@@ -48,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-mlp-proj-batch-int8": {
         **{"few": 5, "in": 3072, "out": 768, "residual": True, "int8": True}
     },
+    "one row too wide": {"few": 1, "in": 8193, "out": 3, "norm": True},
     "odd": {"few": 1, "in": 33, "out": 7, "norm": True, "residual": True, "activation": "gelu"},
     "odd rows": {"few": 3, "in": 259, "out": 17, "norm": True, "activation": "relu"},
 }
@@ -57,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight [N, K]`` as int8 and one fp32 scale a row, symmetric: the largest entry is 127."""
     scales = weight.float().abs().amax(dim=1) / 127
-    scales = torch.where(scales > 0, scales, 1.0)
+    scales = torch.where(scales == 0, 1.0, scales)  # what is not finite stays so, and shows
     return (weight.float() / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
@@ -122,16 +133,15 @@ def _row_kernel(
     outs = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins = tl.arange(0, BLOCK_K)
     mask = ins < n_in
-    # Asked for first: the weights are on their way while x is normalised.
     weight = load_tile(weight_ptr, weight_row_stride, outs, ins, n_out, n_in, FP32=True)
     x = tl.load(x_ptr + ins, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
+        norm_weight = tl.load(norm_weight_ptr + ins, mask=mask, other=0.0).to(tl.float32)
+        norm_bias = tl.load(norm_bias_ptr + ins, mask=mask, other=0.0).to(tl.float32)
         # As in layer_norm.py: corrected mean, and a pass of its own for the variance.
         centred = tl.where(mask, x - tl.sum(x, axis=0) / n_in, 0.0)
         centred = tl.where(mask, centred - tl.sum(centred, axis=0) / n_in, 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / n_in + eps)
-        norm_weight = tl.load(norm_weight_ptr + ins, mask=mask, other=0.0).to(tl.float32)
-        norm_bias = tl.load(norm_bias_ptr + ins, mask=mask, other=0.0).to(tl.float32)
         x = centred * rstd * norm_weight + norm_bias
     y = tl.sum(weight * x[None, :], axis=1)
     mask = outs < n_out
@@ -219,11 +229,11 @@ def _rows_kernel(
 
 
 def _tiles(n_rows: int, n_in: int, dtype: torch.dtype) -> dict[str, Any]:
-    if n_rows == 1:
+    if n_rows == 1 and n_in <= _WIDEST_ROW:
         block_k = triton.next_power_of_2(n_in)
         block_n = max(1, _ROW_TILE // block_k)
         return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": 4 if block_k <= 4096 else 8}
-    # The least number of channels a program, so that 768 of them still make 48 programs; deep
+    # The fewest channels a program, as 768 of them make only 48 programs; deep
     # blocks and stages for bytes in flight, within the 64 KB of an MI300X and, in fp32, the
     # registers.
     block_k = 64 if dtype == torch.float32 else 128
@@ -243,21 +253,32 @@ def launch_forward(
     residual: Tensor | None,
 ) -> Tensor:
     """``[..., N]``; the arguments of :func:`small_linear_reference`, the norm's one by one."""
-    check_inputs(x, *(() if scales is not None else (weight,)))
+    check_inputs(x)
     rows = rows_of(x)
     (n_rows, n_in), n_out = rows.shape, len(weight)
     if n_rows > MAX_ROWS:
         raise ValueError(f"{n_rows} rows exceed the {MAX_ROWS} of this kernel")
     if (weight.dtype == torch.int8) != (scales is not None):
         raise TypeError("int8 weights need scales, and only they")
-    out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
+    size = (*x.shape[:-1], n_out)
+    check_operands(
+        x,
+        bias=(bias, (n_out,)),
+        norm_weight=(norm_weight, (n_in,)),
+        norm_bias=(norm_bias, (n_in,)),
+        residual=(residual, size),
+    )
+    check_operands(weight if scales is not None else x, weight=(weight, (n_out, n_in)))
+    if scales is not None:
+        check_operands(scales.float(), scales=(scales, (n_out,)))
+    out = torch.empty(size, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     tiles = _tiles(n_rows, n_in, x.dtype)
     added = out.view(n_rows, n_out) if residual is None else rows_of(residual)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     launch(
-        _row_kernel if n_rows == 1 else _rows_kernel,
+        _rows_kernel if "BLOCK_M" in tiles else _row_kernel,
         (triton.cdiv(n_out, tiles["BLOCK_N"]),),
         rows,
         weight,
@@ -349,9 +370,10 @@ def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
 
 def _work(shape: Shape, dtype: torch.dtype) -> Work:
     rows, n_in, n_out, size = shape["few"], shape["in"], shape["out"], dtype.itemsize
-    programs = triton.cdiv(n_out, _tiles(rows, n_in, dtype)["BLOCK_N"])
+    tiles = _tiles(rows, n_in, dtype)
+    programs = triton.cdiv(n_out, tiles["BLOCK_N"])
     norm, residual, int8 = (bool(shape.get(n)) for n in ("norm", "residual", "int8"))
-    reads_of_x = 3 if norm and rows > 1 else 1
+    reads_of_x = 3 if norm and "BLOCK_M" in tiles else 1
     once = n_out * n_in * (1 if int8 else size) + n_out * (size + 4 * int8)
     once += residual * rows * n_out * size
     stored = rows * n_out * size

@@ -35,12 +35,12 @@ def block_of(size: int) -> int:
 def product_options(dtype: torch.dtype) -> dict[str, Any]:
     """How tiles of that dtype are multiplied.
 
-    PRECISION: fp32 exactly ("ieee", where Triton's own default is tf32) unless PyTorch's float32
-    matmul precision allows tf32. FP32: the interpreter multiplies bf16 as integers, so there tiles
-    become fp32 first.
+    PRECISION: fp32 exactly ("ieee", where Triton's own default is tf32) unless PyTorch is set to
+    multiply fp32 in tf32, on NVIDIA. FP32: the interpreter multiplies bf16 as integers, so there
+    tiles become fp32 first.
     """
-    exact = torch.get_float32_matmul_precision() == "highest"
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32" and not torch.version.hip
     return {
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": "tf32" if allowed and dtype == torch.float32 else "ieee",
         "FP32": interpreting() and dtype == torch.bfloat16,
     }

@@ -49,12 +49,13 @@ def wrong(
     heads: int,
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
+    dout_spread: float = 1.0,
 ) -> list[str]:
     """What is further from fp64 than twice (forward) or three times (backward) PyTorch's error."""
     qkv = qkv.to(dtype)
     width = qkv.shape[2] // 3
     scale = (width // heads) ** -0.5 if scale is None else scale
-    dout = torch.randn(*qkv.shape[:2], width).to(dtype)
+    dout = (torch.randn(*qkv.shape[:2], width) * dout_spread).to(dtype)
     arguments = (qkv, dout, heads, scale)
     exact = results(truth, *arguments, torch.float64)
     reference = results(attention_reference, *arguments, dtype)
@@ -97,6 +98,11 @@ def test_peaked_softmax_and_scores_beyond_fp16() -> None:
         assert wrong(attention, qkv, 2, dtype) == []
         out = attention.attention_triton(*views((qkv * 20).to(dtype), 2), 1.0)
         assert out.isfinite().all()
+
+
+def test_small_gradients_keep_their_digits_in_fp16() -> None:
+    qkv = packed(1, 64, 2, 64)
+    assert wrong(attention, qkv, 2, torch.float16, dout_spread=1e-4) == []
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.05])
@@ -145,6 +151,11 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 
 
 def test_refusals_empty_input_and_dropout() -> None:
+    q, k, v = views(packed(1, 6, 2, 16), 2)
+    with pytest.raises(ValueError, match="k must be"):
+        attention.attention_triton(q, k[:, :3], v, 1.0)
+    with pytest.raises(TypeError, match="v is torch"):
+        attention.attention_triton(q, k, v.half(), 1.0)
     with pytest.raises(ValueError, match="head_dim 129"):
         attention.attention_triton(*views(packed(1, 2, 1, 129), 1), 1.0)
     assert attention.attention_triton(*views(packed(0, 5, 2, 16), 2), 1.0).shape == (0, 5, 32)
@@ -215,7 +226,8 @@ PLANTED_BACKWARD = {
     ),
     "scores unscaled": ("input_precision=PRECISION) * scale", "input_precision=PRECISION)"),
     "delta forgotten": ("(dweights - delta[:, None])", "dweights"),
-    "gradient unscaled": ("(dweights - delta[:, None]) * scale", "(dweights - delta[:, None])"),
+    "dq unscaled": ("(dq * scale)", "dq"),
+    "dk unscaled": ("(dk * scale)", "dk"),
     "dk from the weights": ("dscores.to(q.dtype)), q", "weights.to(q.dtype)), q"),
     "dv from the gradients": ("weights.to(dout.dtype)), d", "dscores.to(dout.dtype)), d"),
     "early queries skipped": (

@@ -155,6 +155,12 @@ def test_refusals_and_no_rows() -> None:
     q, k_cache, v_cache, *rest = problem([3], [1])
     with pytest.raises(ValueError, match="strides"):
         ours(q, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), *rest)
+    with pytest.raises(ValueError, match="do not match"):
+        ours(q[:, :, :1], k_cache, v_cache, *rest)
+    with pytest.raises(ValueError, match="slots must be"):
+        ours(q, k_cache, v_cache, rest[0].expand(2), *rest[1:])
+    with pytest.raises(TypeError, match="starts must be int32"):
+        ours(q, k_cache, v_cache, rest[0], rest[1].float(), *rest[2:])
     none = torch.zeros(0, dtype=torch.int32)
     assert ours(q[:0], k_cache, v_cache, none, none, none, 1.0).shape == (0, 1, 32)
 

@@ -137,6 +137,29 @@ def test_three_dimensions_and_a_summed_gradient() -> None:
     torch.testing.assert_close(ours, x.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("used", ["sum", "norm"])
+def test_gradient_where_only_one_output_is_used(used: str) -> None:
+    x, delta, weight, bias, dy, _ = inputs(4, 24, torch.float32)
+    gradients = []
+    for function in (kernels.add_layer_norm_triton, kernels.add_layer_norm_reference):
+        leaves = [t.clone().requires_grad_() for t in (x, delta, weight, bias)]
+        total, y = function(*leaves, EPS)
+        ((total if used == "sum" else y) * dy).sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, reference in zip(*gradients, strict=True):
+        assert (ours is None) == (reference is None)
+        if reference is not None:
+            torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, delta, weight, bias, *_ = inputs(4, 24, torch.float32)
+    with pytest.raises(ValueError, match="weight must be"):
+        kernels.layer_norm_triton(x, weight[:3], bias, EPS)
+    with pytest.raises(ValueError, match="delta must be"):
+        kernels.add_layer_norm_triton(x, delta[:1], weight, bias, EPS)
+
+
 def test_no_rows() -> None:
     x = torch.randn(0, 8, requires_grad=True)
     weight = torch.randn(8, requires_grad=True)

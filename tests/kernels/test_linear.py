@@ -12,6 +12,7 @@ from torch import Tensor
 from gptile.kernels import activations, linear
 from gptile.kernels.activations import ACTIVATIONS, REFERENCES
 from gptile.kernels.linear import CASES
+from gptile.kernels.tiles import product_options
 
 Results = dict[str, Tensor]
 
@@ -266,6 +267,42 @@ def test_no_rows_and_twice_differentiated() -> None:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         seconds.append(torch.autograd.grad(gradient.square().sum(), weight)[0])
     torch.testing.assert_close(*seconds, rtol=1e-3, atol=1e-2)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, weight, bias, residual, _ = inputs(20, 8, 10, torch.float32)
+    with pytest.raises(ValueError, match="weight must be"):
+        linear.linear_activation_triton(x[:, :5], weight, bias, "gelu")
+    with pytest.raises(ValueError, match="bias must be"):
+        linear.linear_activation_triton(x, weight, bias[:3], "gelu")
+    with pytest.raises(ValueError, match="residual must be"):
+        linear.linear_residual_triton(x, weight, bias, residual[:1])
+    with pytest.raises(TypeError, match="weight is torch"):
+        linear.linear_residual_triton(x.half(), weight, bias.half(), residual.half())
+    with pytest.raises(ValueError, match="comes with a bias"):
+        linear.layer_norm_linear_triton(x, x[0], x[0], 1e-5, weight, None, "gelu")
+
+
+def test_a_vector_and_a_frozen_bias() -> None:
+    x, weight, bias, residual, _ = inputs(1, 8, 10, torch.float32)
+    for name in (None, "gelu"):
+        gradients = []
+        for function in (through(linear), pytorch):
+            vector = x[0].clone().requires_grad_()
+            out = function(vector, weight, bias, residual[0], name)
+            gradients.append(torch.autograd.grad(out.square().sum(), vector)[0])
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("restore", [torch.backends.cuda.matmul.fp32_precision])
+def test_tf32_only_where_pytorch_is_set_to_it(restore: str) -> None:
+    assert product_options(torch.float32)["PRECISION"] == "ieee"
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert product_options(torch.float32)["PRECISION"] == "tf32"
+        assert product_options(torch.float16)["PRECISION"] == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = restore
 
 
 def test_opcheck_and_compile() -> None:

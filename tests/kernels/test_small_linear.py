@@ -184,6 +184,33 @@ def test_refusals_and_no_rows() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+def test_operands_that_do_not_fit_are_refused(rows: int) -> None:
+    (x, weight, bias), keywords = problem(rows, 24, 10, norm=True, residual=True)
+    ours, norm, residual = small_linear.small_linear_triton, keywords["norm"], keywords["residual"]
+    with pytest.raises(ValueError, match="weight must be"):
+        ours(x[:, :20], weight, bias)
+    with pytest.raises(ValueError, match=r"bias must be \[10\], got \[3\]"):
+        ours(x, weight, bias[:3])
+    with pytest.raises(ValueError, match="norm_bias must be"):
+        ours(x, weight, bias, norm=(norm[0], norm[1][:5], EPS))
+    with pytest.raises(ValueError, match="residual must be"):
+        ours(x, weight, bias, residual=residual[:, :1])
+    with pytest.raises(TypeError, match="residual is torch"):
+        ours(x.half(), weight.half(), bias.half(), residual=residual)
+    quantised, scales = quantize_weight(weight)
+    with pytest.raises(ValueError, match="scales must be"):
+        ours(x, quantised, bias, scales=scales[:2])
+
+
+def test_a_damaged_weight_shows_through_quantisation() -> None:
+    weight = torch.randn(3, 8)
+    weight[1, 2] = torch.nan
+    quantised, scales = quantize_weight(weight)
+    y = small_linear.small_linear_triton(torch.randn(1, 8), quantised, scales=scales)
+    assert y.isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 def test_opcheck_and_compile(rows: int) -> None:
     args, keywords = problem(rows, 24, 10, norm=True, residual=True, activation="gelu_new")
     flat = (args[0], args[1], None, args[2], *keywords["norm"], "gelu_new", keywords["residual"])
@@ -205,7 +232,7 @@ ROW_FAULTS = {
     ),
     "the norm's bias forgotten": ("* norm_weight + norm_bias", "* norm_weight"),
     "epsilon outside the root": ("/ n_in + eps)", "/ n_in) + eps"),
-    "the last input lost": ("mask = ins < n_in\n    # Asked", "mask = ins < n_in - 1\n    # Asked"),
+    "the last input lost": ("mask = ins < n_in\n    weight", "mask = ins < n_in - 1\n    weight"),
     "the first rows for all": ("outs = tl.program_id(0).to(tl.int64) * BLOCK_N", "outs = 0"),
     "unscaled": ("y *= tl.load(scales_ptr", "y *= 1.0 + 0.0 * tl.load(scales_ptr"),
     "the activation after the residual": (ACTIVATE + RESIDUAL, RESIDUAL + ACTIVATE),
