@@ -1,15 +1,19 @@
 # Each target sets up .venv on first use: PYTHON=python3.12 make test
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-oldest test-gpu lint resources clean
 
 help:
-	@echo "make demo   write some Shakespeare with the GPT-2 that ships in this repository"
-	@echo "make test   run the tests"
-	@echo "make lint   ruff and mypy"
-	@echo "make clean  remove $(VENV) and build/"
+	@echo "make demo         write some Shakespeare with the GPT-2 that ships in this repository"
+	@echo "make test         run the tests"
+	@echo "make test-oldest  run the kernels' tests with the oldest Triton supported"
+	@echo "make test-gpu     run the tests that need a GPU"
+	@echo "make lint         ruff and mypy"
+	@echo "make resources    compile every kernel for every target into bench/resources.csv"
+	@echo "make clean        remove $(VENV), $(OLDEST) and build/"
 
 demo: $(VENV)/.ready
 	$(BIN)/gptile generate "ROMEO:" --max-new-tokens 120 --seed 1
@@ -17,6 +21,18 @@ demo: $(VENV)/.ready
 # One thread a process: the processes share the cores.
 test: $(VENV)/.ready-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+
+# Triton 3.6.0, whose interpreter needs a NumPy older than 2.4.
+test-oldest:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -c constraints.txt -e '.[test]'
+	$(OLDEST)/bin/pip install --no-deps 'triton==3.6.0' 'numpy<2.4'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n auto --dist loadfile \
+		tests/kernels tests/bench/test_compiler.py
+
+# Compiled for the GPU there is, where the other tests interpret.
+test-gpu: $(VENV)/.ready-test
+	TRITON_INTERPRET=0 $(BIN)/pytest -m gpu
 
 # mypy sees the package as it installs, under the name gptile.
 lint: $(VENV)/.ready-test
@@ -26,8 +42,12 @@ lint: $(VENV)/.ready-test
 	$(BIN)/pip install --quiet --no-deps --target build/types .
 	MYPYPATH=build/types $(BIN)/mypy -p gptile
 
+# Minutes on two cores; seconds where Triton's cache has the kernels.
+resources: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m gptile.bench.resources
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(OLDEST) build
 
 $(VENV)/.ready: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

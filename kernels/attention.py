@@ -320,7 +320,8 @@ def _views(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, ...]:
 
 
 def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    launch_forward(*_views(shape, dtype, device), 0.125)
+    q, k, v = _views(shape, dtype, device)
+    launch_forward(q, k, v, 0.125)
 
 
 def _launch_cached_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:

@@ -431,8 +431,8 @@ def _forward_work(shape: Shape, dtype: torch.dtype) -> Work:
     stored = rows * n_out * (2 if "activation" in shape else 1)
     distinct = rows * n_in + n_out * (n_in + 1) + stored
     distinct += 0 if "activation" in shape else rows * n_out
-    elements = (loaded, stored, distinct)
-    return Work(*(n * dtype.itemsize for n in elements), flops=2 * rows * n_out * n_in)
+    loaded, stored, distinct = (n * dtype.itemsize for n in (loaded, stored, distinct))
+    return Work(loaded, stored, distinct, 2 * rows * n_out * n_in)
 
 
 def _slope_work(shape: Shape, dtype: torch.dtype) -> Work:

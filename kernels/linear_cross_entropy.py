@@ -20,7 +20,8 @@ backward pass makes the logits again.
 
 Rows of logits are padded to a multiple of 16 elements, because 50257 is odd: only then are they
 aligned to the width of a vector load, in our kernels and in the library's. The kernels read and
-write the padding too, for the same reason, and what it holds counts for nothing.
+write the padding too, for the same reason; what it holds counts for nothing, and the gradient's
+is 0.
 
 Bytes, for R rows of V logits of s bytes, padded to W, with targets of 8 bytes, in B blocks a row:
 the loss loads ``R (W s + s + 8)`` and stores ``12 R``; the gradient loads ``R (W s + 20 B)`` and
@@ -136,6 +137,7 @@ def _gradient_kernel(
     total_ptr,  # of the loss kernel, [n_rows]
     factor_ptr,  # fp32 gradient of each row's loss, [n_rows]
     row_stride,  # elements between rows of logits, padding included
+    n_cols,  # size of the vocabulary
     IGNORE: tl.constexpr,  # target that counts for nothing
     BLOCK: tl.constexpr,  # logits a program owns
 ):
@@ -149,7 +151,9 @@ def _gradient_kernel(
     logits_ptr += row * row_stride
     logits = tl.load(logits_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
     gradient = (tl.exp(logits - maximum) / total - tl.where(cols == target, 1.0, 0.0)) * factor
-    gradient = tl.where(target == IGNORE, 0.0, gradient)  # also where the logits are NaN
+    # Also where the logits are NaN, and in the padding, which PyTorch's product in bf16 on a CPU has
+    # been seen to read.
+    gradient = tl.where((target == IGNORE) | (cols >= n_cols), 0.0, gradient)
     tl.store(logits_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -198,6 +202,7 @@ def launch_gradient(
         total,
         factor,
         logits.stride(0),
+        n_cols,
         IGNORE=IGNORE_INDEX,
         **options,
     )

@@ -7,7 +7,7 @@ Modules hold the parameters; the arithmetic is in the model's :class:`~gptile.ke
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -227,7 +227,8 @@ class GPT2(nn.Module):
         x = self.ops.embedding(ids, positions, self.wte.weight, self.wpe.weight, dropout_p)
         delta: Tensor | None = None
         hidden_states: list[Tensor] = []
-        for block in self.h:
+        for module in self.h:
+            block = cast(Block, module)
             if output_hidden_states:
                 hidden_states.append(x if delta is None else x + delta)
             if cache is None or span is None:
