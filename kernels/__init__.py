@@ -1,5 +1,5 @@
-"""One file per operation: its formula, its traffic, its PyTorch reference and, where there is one
-yet, its Triton kernel."""
+"""One file per operation: its formula, its cost, its PyTorch reference and its Triton kernels; see
+kernels/README.md for the reading order."""
 
 from gptile.kernels.activations import ACTIVATIONS
 from gptile.kernels.linear_cross_entropy import IGNORE_INDEX

@@ -151,8 +151,8 @@ def _gradient_kernel(
     logits_ptr += row * row_stride
     logits = tl.load(logits_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
     gradient = (tl.exp(logits - maximum) / total - tl.where(cols == target, 1.0, 0.0)) * factor
-    # Also where the logits are NaN, and in the padding, which PyTorch's product in bf16 on a CPU has
-    # been seen to read.
+    # Also where the logits are NaN, and in the padding: PyTorch's bf16 product on a CPU was seen to
+    # read it.
     gradient = tl.where((target == IGNORE) | (cols >= n_cols), 0.0, gradient)
     tl.store(logits_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
 
