@@ -164,13 +164,19 @@ def _tiles(head_dim: int, dtype: torch.dtype, *, cached: bool) -> dict[str, Any]
     tiles and one stage; so do the cache's strides and the row's span."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} exceeds the {MAX_HEAD_DIM} of this kernel")
-    block_m, block_n, stages = 128, 64, 2
-    if dtype == torch.float32:
-        block_m, block_n, stages = (64, 32, 1) if head_dim <= 64 else (32, 16, 1)
-    if cached and head_dim <= 64:
-        block_n //= 2
+    block_m, block_n, warps, stages = {
+        # (fp32, head_dim > 64, cached)
+        (False, False, False): (128, 64, 8, 2),
+        (False, False, True): (128, 32, 8, 2),
+        (False, True, False): (128, 64, 8, 2),
+        (False, True, True): (128, 64, 8, 2),
+        (True, False, False): (32, 32, 4, 1),
+        (True, False, True): (64, 16, 8, 1),
+        (True, True, False): (32, 16, 8, 1),
+        (True, True, True): (32, 16, 8, 1),
+    }[dtype == torch.float32, head_dim > 64, cached]
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_of(head_dim)}
-    return {**sizes, **product_options(dtype), "num_warps": 8, "num_stages": stages}
+    return {**sizes, **product_options(dtype), "num_warps": warps, "num_stages": stages}
 
 
 def _same_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
