@@ -1,8 +1,7 @@
 """Choose the next token of each row: repetition penalty, temperature, top-k, top-p, min-p, draw.
 
-The random number of a draw is a function of (seed, position) alone: Philox4x32-10 (Salmon et al.
-2011, https://doi.org/10.1145/2063384.2063405), with the same key, counter and float conversion as
-``tl.rand(seed, position)``. So a row draws the same token whoever its batch-mates are.
+The random number of a draw is a function of (seed, position) alone (philox.py), so a row draws the
+same token whoever its batch-mates are.
 
 Tiling. A program owns one row of V logits and walks it in blocks, once for each thing it must know;
 nothing is sorted and nothing is kept. Relative to the greatest, scores s are at most 0, so that the
@@ -25,15 +24,14 @@ fp64 exponential a walk.
 """
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptile.kernels.jit import tl, triton
 from gptile.kernels.launch import Pass, Shape, Work, check_inputs, example, launch, rows_of
-
-Words4: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+from gptile.kernels.philox import uniform, uniform_in_kernel
 
 MAX_VOCAB = 2**24
 """Counts of tokens are taken in fp32."""
@@ -51,39 +49,6 @@ CASES: dict[str, dict[str, int]] = {
     "odd": {"rows": 3, "vocab": 77},
 }
 """Shapes by name: what GPT-2 launches, and ragged ones."""
-
-_MASK32 = 0xFFFFFFFF
-_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-# The largest int32 times this stays below 1 after rounding to fp32.
-_INT32_TO_UNIT = 4.6566127342e-10
-
-
-def philox4x32(counter: Words4, key: tuple[Tensor, Tensor]) -> Words4:
-    """Philox4x32-10 on 32-bit words held in int64 tensors of one shape; four words out."""
-    c0, c1, c2, c3 = counter
-    multiplied, added = torch.stack([c0, c2]), torch.stack([c1, c3])
-    per_word = (2,) + (1,) * c0.dim()
-    multiplier = torch.tensor([_ROUND_A, _ROUND_B], device=c0.device).view(per_word)
-    key_step = torch.tensor([_KEY_A, _KEY_B], device=c0.device).view(per_word)
-    keys = torch.stack(key)
-    for _ in range(10):
-        # int64 products wrap modulo 2^64, which keeps all 64 bits of the unsigned product.
-        product = multiplied * multiplier
-        high, low = (product >> 32) & _MASK32, product & _MASK32
-        multiplied, added = high.flip(0) ^ added ^ keys, low.flip(0)
-        keys = (keys + key_step) & _MASK32
-    return multiplied[0], added[0], multiplied[1], added[1]
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """``tl.rand(seed, position)``: fp32 in [0, 1), one per element of two int64 tensors."""
-    zero = torch.zeros_like(positions)
-    counter = (positions & _MASK32, (positions >> 32) & _MASK32, zero, zero)
-    word = philox4x32(counter, (seeds & _MASK32, (seeds >> 32) & _MASK32))[0]
-    # Reinterpret as int32, then fold the negative half onto the positive one.
-    word = torch.where(word >= 1 << 31, _MASK32 - word, word)
-    return word.float() * _INT32_TO_UNIT
 
 
 def filter_scores(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -167,14 +132,6 @@ def sample_reference(
         ids = torch.where(drawn, draws, ids)
     logprobs = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return ids, logprobs
-
-
-@triton.jit
-def _uniform(seed, position):
-    """:func:`uniform` of two int64 scalars: what ``tl.rand`` is on a GPU; the interpreter's is in
-    fp64."""
-    word = tl.randint(seed, position).to(tl.int32, bitcast=True)
-    return tl.where(word < 0, -word - 1, word).to(tl.float32) * 4.6566127342e-10
 
 
 @triton.jit
@@ -318,7 +275,8 @@ def _sample_kernel(
     top_p = tl.load(top_p_ptr + index).to(tl.float64)
     min_p = tl.load(min_p_ptr + index).to(tl.float64)
     penalty = tl.load(penalty_ptr + index).to(tl.float32)
-    share = _uniform(tl.load(seeds_ptr + index), tl.load(positions_ptr + index)).to(tl.float64)
+    seed, position = tl.load(seeds_ptr + index), tl.load(positions_ptr + index)
+    share = uniform_in_kernel(seed, position).to(tl.float64)
 
     # Log-sum-exp of the logits; the greatest score and the first id that has it. The maximum starts
     # at the least fp32 number: in a block of -inf it would otherwise be subtracted from itself.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptile.kernels.sampling import philox4x32
+from gptile.kernels.philox import philox4x32
 from gptile.model.errors import UserError
 
 SEED_LIMIT = 2**63
@@ -83,7 +83,7 @@ def sample_seeds(params: SamplingParams) -> list[int]:
     seed = secrets.randbelow(SEED_LIMIT) if params.seed is None else params.seed
     index = torch.arange(params.n)
     zero, one = torch.zeros_like(index), torch.ones_like(index)
-    # Counters with a one in the last word are no draw's counters (see kernels/sampling.py).
+    # Counters with a one in the last word are no draw's counters (see kernels/philox.py).
     key = (one * (seed & 0xFFFFFFFF), one * (seed >> 32))
     low, high, *_ = philox4x32((index, zero, zero, one), key)
     derived = ((high & 0x7FFFFFFF) << 32) | low

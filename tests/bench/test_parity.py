@@ -110,6 +110,10 @@ def test_parity_of_the_kernels(tmp_path: Path, name: str) -> None:
     assert failures(directory, ops=Ops.triton(), n_tokens=19, n_greedy=5) == []
 
 
+def test_parity_of_the_kernels_on_the_demo() -> None:
+    assert failures(DEMO, ops=Ops.triton(), n_rows=1, n_tokens=8, n_greedy=1) == []
+
+
 def test_parity_of_the_kernels_in_16_bits(tmp_path: Path) -> None:
     directory = write_reference(tmp_path / "model", **CONFIGS["head_dim 64"], vocab_size=67)
     ops = Ops.triton()

@@ -21,6 +21,7 @@ from gptile.kernels import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    philox,
     sampling,
 )
 from gptile.kernels.catalog import OPERATIONS
@@ -50,7 +51,7 @@ def test_the_dropout_mask_is_philox(device: str) -> None:
     counters = torch.arange(tokens * triton.cdiv(cols, 4), device=device)
     zero = torch.zeros_like(counters)
     key = (zero + (seed & 0xFFFFFFFF), zero + (seed >> 32))
-    words = torch.stack(sampling.philox4x32((counters, zero, zero, zero), key), -1)
+    words = torch.stack(philox.philox4x32((counters, zero, zero, zero), key), -1)
     words = words.view(tokens, -1)[:, :cols]
     assert torch.equal(kept, (words & 0x7FFFFFFF) >= round(p * 2**31))
 

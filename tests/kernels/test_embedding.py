@@ -13,7 +13,7 @@ from torch import Tensor
 from gptile.kernels import Ops
 from gptile.kernels import embedding as kernels
 from gptile.kernels.embedding import CASES, embedding_reference, embedding_triton
-from gptile.kernels.sampling import philox4x32
+from gptile.kernels.philox import philox4x32
 
 FUNCTIONS = [embedding_reference, embedding_triton]
 

@@ -15,13 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptile.bench.huggingface import import_transformers
-from gptile.kernels.sampling import (
-    _INT32_TO_UNIT,
-    filter_scores,
-    philox4x32,
-    sample_reference,
-    uniform,
-)
+from gptile.kernels.philox import _INT32_TO_UNIT, philox4x32, uniform
+from gptile.kernels.sampling import filter_scores, sample_reference
 
 
 def sample(logits, seen=None, **given_parameters):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gptile.kernels import sampling as kernels
 from gptile.kernels.jit import tl, triton
-from gptile.kernels.sampling import CASES, sample_reference, sample_triton, uniform
+from gptile.kernels.philox import uniform, uniform_in_kernel
+from gptile.kernels.sampling import CASES, sample_reference, sample_triton
 
 # Infinities and NaN are meant, and NumPy, which the interpreter runs on, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-_uniform = kernels._uniform  # a kernel sees only its own file's globals
 
 NEUTRAL = {
     "temperature": (1.0, torch.float32),
@@ -217,7 +216,7 @@ def _uniform_kernel(
     out_ptr,  # fp32, [n_programs]
 ):
     index = tl.program_id(0)
-    number = _uniform(tl.load(seeds_ptr + index), tl.load(positions_ptr + index))
+    number = uniform_in_kernel(tl.load(seeds_ptr + index), tl.load(positions_ptr + index))
     tl.store(out_ptr + index, number)
 
 
