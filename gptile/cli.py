@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import gptile
+from gptile.checks import doctor, inspect, parity
 from gptile.console import (
     DTYPES,
+    device_option,
     examples,
+    kernels_option,
     parse_device,
     parse_dtype,
     parse_kernels,
     print_table,
+    revision_option,
     status,
 )
 from gptile.model.errors import UserError
@@ -70,19 +74,6 @@ def main() -> None:
 def _fail(message: str, code: int) -> int:
     click.echo(f"gptile: error: {' '.join(message.split())}", err=True)
     return code
-
-
-device_option = click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"
-)
-kernels_option = click.option(
-    "--kernels",
-    type=click.Choice(["auto", "torch", "triton"]),
-    default="auto",
-    show_default=True,
-    help="Triton's run on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.",
-)
-revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
 
 
 def model_options(command: Callable) -> Callable:
@@ -366,131 +357,5 @@ def train(
     click.echo(f"{out}: step {state.step}, best validation loss {best}")
 
 
-@cli.command(**examples("gptile doctor", "gptile doctor --json"))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def doctor(as_json: bool) -> None:
-    """Check this machine: what is here, what will run where and why, and what to do about it."""
-    from gptile.doctor import examine
-
-    checks = examine()
-    if as_json:
-        click.echo(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}))
-    else:
-        rows = [(check.status, check.name, check.finding, check.next_step) for check in checks]
-        print_table(["", "check", "finding", "next step"], rows)
-    if any(check.status == "fail" for check in checks):
-        sys.exit(1)
-
-
-@cli.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
-@click.argument("model", default="demo")
-@device_option
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def parity(model: str, device: str, tokens: int, dtype: str, as_json: bool) -> None:
-    """Compare a checkpoint with transformers, number by number. MODEL as in generate --model.
-
-    Both are measured against transformers in fp64 on the CPU. Needs transformers: in the
-    repository, pip install '.[bench]'. Exit code 1 where ours is further off than allowed.
-    """
-    from gptile.bench.parity import ALLOWED_RATIO, compare
-
-    where = parse_device(device)
-    with status("running both"):
-        results = compare(model, n_tokens=tokens, dtype=parse_dtype(dtype), device=where)
-    if as_json:
-        click.echo(json.dumps({"comparisons": [dataclasses.asdict(r) for r in results]}))
-    else:
-        rows = [
-            ("ok" if r.ok else "FAIL", r.name, f"{r.error:.2e}", f"{r.reference_error:.2e}")
-            for r in results
-        ]
-        print_table(["", "quantity", "our error", "transformers' error"], rows)
-        click.echo(
-            f"{sum(r.ok for r in results)} of {len(results)} within {ALLOWED_RATIO} x "
-            f"transformers' own error in {dtype}, each against fp64"
-        )
-    if not all(r.ok for r in results):
-        sys.exit(1)
-
-
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-@cli.command(
-    **examples(
-        "gptile inspect",
-        "gptile inspect attention --target sm_90 --case gpt2-prefill",
-        "gptile inspect attention --pass forward --compare sm_80,sm_90,gfx942",
-        "gptile inspect layer_norm --pass forward --show ptx",
-        "gptile inspect attention --dtype fp32 --json",
-    )
-)
-@click.argument("operation", required=False)
-@click.option("--target", default="sm_90", show_default=True, help="GPU to compile for.")
-@click.option("--compare", help="Targets side by side, such as sm_80,sm_90.")
-@click.option(
-    "--dtype",
-    type=click.Choice([*_SHORT_DTYPES, *DTYPES]),
-    default="bf16",
-    show_default=True,
-    metavar="DTYPE",
-    help="bf16, fp16 or fp32, or their long names.",
-)
-@click.option("--case", help="Shapes by name.  [default: the operation's first]")
-@click.option("--pass", "direction", help="[default: all]")
-@click.option(
-    "--show",
-    type=click.Choice(["ttir", "ttgir", "llir", "ptx", "sass", "amdgcn"]),
-    help="Print this stage of the compilation instead of tables.",
-)
-@click.option("--kernel", help="What --show prints.  [default: every kernel]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def inspect(
-    operation: str | None,
-    target: str,
-    compare: str | None,
-    dtype: str,
-    case: str | None,
-    direction: str | None,
-    show: str | None,
-    kernel: str | None,
-    as_json: bool,
-) -> None:
-    """What the compiler made of an OPERATION's kernels, and what a GPU allows them. Needs no GPU.
-
-    Without OPERATION: the operations, their passes and cases, and the targets. With one: each
-    kernel's grid, warps, registers, spilled bytes, shared memory, occupancy and what limits it, and
-    how it multiplies tiles; each pass's FLOPs, bytes, and time at the peak rates of known GPUs.
-    """
-    from gptile import inspection
-
-    if show and (as_json or compare):
-        raise click.UsageError("--show prints code of one target: neither --json nor --compare")
-    if kernel and not show:
-        raise click.UsageError("--kernel is for --show")
-    if operation is None:
-        if compare or case or direction or show:
-            raise click.UsageError("which operation? gptile inspect lists them")
-        if as_json:
-            click.echo(json.dumps(inspection.choices()))
-        else:
-            inspection.print_choices()
-        return
-    if show:
-        inspection.check_stage(target, show)
-    with status("compiling"):
-        found = inspection.inspect(
-            operation,
-            targets=compare.split(",") if compare else [target],
-            dtype=parse_dtype(_SHORT_DTYPES.get(dtype, dtype)),
-            case=case,
-            direction=direction,
-        )
-    if show:
-        inspection.print_code(found, show, kernel)
-    elif as_json:
-        click.echo(json.dumps(inspection.record(found)))
-    else:
-        inspection.print_inspection(found)
+for _command in (doctor, parity, inspect):
+    cli.add_command(_command)

@@ -1,4 +1,4 @@
-"""What the commands share: values of options, help, spinner and tables."""
+"""What the commands share: options and their values, help, spinner and tables."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from gptile.kernels import Ops
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+device_option = click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"
+)
+kernels_option = click.option(
+    "--kernels",
+    type=click.Choice(["auto", "torch", "triton"]),
+    default="auto",
+    show_default=True,
+    help="Triton's run on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.",
+)
+revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
 
 
 def examples(*lines: str) -> dict[str, Any]:
