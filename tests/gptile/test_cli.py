@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import pytest
 
-from gptile.cli import main
+from gptile.cli import cli, main
 from gptile.weights import open_checkpoint
 from gptile.weights.files import DEMO
 
@@ -243,9 +243,7 @@ class TestWrongInput:
         assert "Usage: gptile" in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["", "generate", "info", "convert", "train", "doctor", "parity"]
-)
+@pytest.mark.parametrize("command", ["", *cli.commands])
 def test_every_command_has_help_with_an_example(gptile: Command, command: str) -> None:
     run = gptile(*command.split(), "--help")
     assert run.returncode == 0
