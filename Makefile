@@ -32,6 +32,7 @@ test-oldest:
 
 # Compiled for the GPU there is, where the other tests interpret.
 test-gpu: $(VENV)/.ready-test
+	$(BIN)/python -c "import torch; exit(None if torch.cuda.is_available() else 'no GPU here')"
 	TRITON_INTERPRET=0 $(BIN)/pytest -m gpu
 
 # mypy sees the package as it installs, under the name gptile.

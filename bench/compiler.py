@@ -134,7 +134,7 @@ def find_target(name: str) -> Target:
         UserError: where there is none.
     """
     if name not in TARGETS:
-        raise UserError(f"unknown target {name}; one of {', '.join(TARGETS)}")
+        raise UserError(f"unknown target {name!r}; one of {', '.join(TARGETS)}")
     return TARGETS[name]
 
 

@@ -10,8 +10,10 @@ from gptile.console import (
     DTYPES,
     device_option,
     examples,
+    kernels_option,
     parse_device,
     parse_dtype,
+    parse_kernels,
     print_table,
     status,
 )
@@ -36,20 +38,23 @@ def doctor(as_json: bool) -> None:
 @click.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
 @click.argument("model", default="demo")
 @device_option
+@kernels_option
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def parity(model: str, device: str, tokens: int, dtype: str, as_json: bool) -> None:
+def parity(model: str, device: str, kernels: str, tokens: int, dtype: str, as_json: bool) -> None:
     """Compare a checkpoint with transformers, number by number. MODEL as in generate --model.
 
     Both are measured against transformers in fp64 on the CPU. Needs transformers: in the
     repository, pip install '.[bench]'. Exit code 1 where ours is further off than allowed.
     """
     from gptile.bench.parity import ALLOWED_RATIO, compare
+    from gptile.weights import open_checkpoint
 
     where = parse_device(device)
+    ops = parse_kernels(kernels, where, open_checkpoint(model).config)
     with status("running both"):
-        results = compare(model, n_tokens=tokens, dtype=parse_dtype(dtype), device=where)
+        results = compare(model, n_tokens=tokens, dtype=parse_dtype(dtype), device=where, ops=ops)
     if as_json:
         click.echo(json.dumps({"comparisons": [dataclasses.asdict(r) for r in results]}))
     else:
@@ -79,7 +84,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     )
 )
 @click.argument("operation", required=False)
-@click.option("--target", default="sm_90", show_default=True, help="GPU to compile for.")
+@click.option("--target", help="GPU to compile for.  [default: sm_90]")
 @click.option("--compare", help="Targets side by side, such as sm_80,sm_90.")
 @click.option(
     "--dtype",
@@ -100,7 +105,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def inspect(
     operation: str | None,
-    target: str,
+    target: str | None,
     compare: str | None,
     dtype: str,
     case: str | None,
@@ -121,20 +126,23 @@ def inspect(
         raise click.UsageError("--show prints code of one target: neither --json nor --compare")
     if kernel and not show:
         raise click.UsageError("--kernel is for --show")
+    if target and compare:
+        raise click.UsageError("give --target or --compare, not both")
     if operation is None:
-        if compare or case or direction or show:
+        if target or compare or case or direction or show:
             raise click.UsageError("which operation? gptile inspect lists them")
         if as_json:
             click.echo(json.dumps(inspection.choices()))
         else:
             inspection.print_choices()
         return
+    targets = [name.strip() for name in (compare or target or "sm_90").split(",")]
     if show:
-        inspection.check_stage(target, show)
+        inspection.check_stage(targets[0], show)
     with status("compiling"):
         found = inspection.inspect(
             operation,
-            targets=compare.split(",") if compare else [target],
+            targets=targets,
             dtype=parse_dtype(_SHORT_DTYPES.get(dtype, dtype)),
             case=case,
             direction=direction,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # threads waiting for each other made the demo ten times slower.
 _ONE_THREAD_BELOW = 20_000_000
 _OUT_OF_MEMORY = r"out of memory|can't allocate memory"
+_NO_COMPILER = "Failed to find C compiler"  # Triton's words
 
 
 def main() -> None:
@@ -63,6 +64,8 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename else ""
         code = _fail(f"{where}{error.strerror or error}", 1)
     except (MemoryError, RuntimeError) as error:
+        if _NO_COMPILER in str(error):
+            sys.exit(_fail("Triton needs a C compiler: install gcc, or use --kernels torch", 1))
         # PyTorch reports a full memory as a RuntimeError; any other is ours to mend, and is shown.
         full = isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, str(error))
         if not full:
@@ -164,7 +167,7 @@ def generate(
         tokenizer = None
     given: str | list[int] = _parse_ids(text) if as_ids else text
     where = parse_device(device)
-    ops = parse_kernels(kernels, where)
+    ops = parse_kernels(kernels, where, checkpoint.config)
     with status(f"loading {model}"):
         loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where, ops=ops)
     if where.type == "cpu" and loaded.num_parameters() < _ONE_THREAD_BELOW:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from gptile.kernels import Ops
+    from gptile.model.config import GPT2Config
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -62,8 +63,8 @@ def parse_device(name: str) -> "torch.device":
     return device
 
 
-def parse_kernels(name: str, device: "torch.device") -> "Ops":
-    """``auto`` is what that device runs best.
+def parse_kernels(name: str, device: "torch.device", config: "GPT2Config") -> "Ops | None":
+    """None for ``auto``: the loader chooses what runs best.
 
     Raises:
         click.UsageError: for Triton's kernels where they cannot run.
@@ -71,9 +72,10 @@ def parse_kernels(name: str, device: "torch.device") -> "Ops":
     from gptile.kernels import Ops
     from gptile.kernels.jit import HAS_TRITON
     from gptile.kernels.launch import interpreting
+    from gptile.kernels.ops import kernels_take
 
     if name == "auto":
-        return Ops.default(device)
+        return None
     if name == "torch":
         return Ops.torch()
     if not HAS_TRITON:
@@ -81,6 +83,11 @@ def parse_kernels(name: str, device: "torch.device") -> "Ops":
     if device.type == "cpu" and not interpreting():
         raise click.UsageError(
             "--kernels triton needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1"
+        )
+    if not kernels_take(config.n_embd, config.head_dim):
+        raise click.UsageError(
+            f"--kernels triton: n_embd {config.n_embd} or head_dim {config.head_dim} exceeds what "
+            "the kernels hold in registers; --kernels torch takes it"
         )
     return Ops.triton()
 

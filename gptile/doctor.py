@@ -4,6 +4,7 @@ problem the next step to take."""
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -129,6 +130,10 @@ def _triton(name: str) -> Check:
     if not torch.version.hip and capability < MIN_CAPABILITY:
         found = f"{version}, but sm_{capability[0]}{capability[1]} is older than sm_80"
         return Check(name, "note", found, "PyTorch operations are used on this GPU")
+    compilers = [os.environ.get("CC"), "gcc", "clang", "cc"]
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        found = f"{version}, but no C compiler, which its launcher needs"
+        return Check(name, "fail", found, "install gcc, or use --kernels torch")
     return Check(name, "ok", version)
 
 
@@ -155,6 +160,9 @@ def _forward_pass(name: str) -> Check:
         text = generate(model, "ROMEO:", greedy, tokenizer=tokenizer)[0].text
     except UserError as error:
         return Check(name, "fail", str(error), "reinstall gptile: the demo checkpoint is damaged")
+    except RuntimeError as error:  # of the driver, or of Triton's launcher
+        found = " ".join(str(error).split())
+        return Check(name, "fail", found, "generate runs with --device cpu or --kernels torch")
     found = f"demo on {_default_device()}, loaded in {loaded:.2f} s; ROMEO: continues as {text!r}"
     return Check(name, "ok", found)
 

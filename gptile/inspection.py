@@ -81,7 +81,8 @@ def _inspect_pass(
     run = partial(module.PASSES[direction].launch, shape, dtype, "meta")
     kernels = {target: compile_launches(target, run) for target in targets}
     work = module.PASSES[direction].work(shape, dtype)
-    # Whatever is not a product on tensor cores is computed in fp32, and fp32 products exactly.
+    # Whatever is not a product on tensor cores is taken at the peak of fp32, fp32 products too;
+    # what sampling does in fp64 takes longer.
     tensor_cores = dtype.itemsize == 2 and any(
         kernel.products not in ("none", "fma") for found in kernels.values() for kernel in found
     )

@@ -95,6 +95,7 @@ def _forward_kernel(
     k_row_stride,  # elements between rows, or slots, of k and v
     k_token_stride,  # elements between tokens of k and v
     k_head_stride,  # elements between heads of k and v
+    max_len,  # tokens there are in a row, or a slot, of k and v
     n_tokens,  # T
     n_head,  # H
     head_dim,  # D
@@ -118,7 +119,7 @@ def _forward_kernel(
         slot = row
         start = 0
         count = n_tokens
-    n_keys = start + count
+    n_keys = tl.minimum(start + count, max_len)  # a wrong span must not reach another head
     first = tl.program_id(0) % n_tiles * BLOCK_M
     tokens = first + tl.arange(0, BLOCK_M)
     positions = start + tokens
@@ -213,6 +214,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
             *q.stride()[:3],
             *k.stride()[:3],
             n_tokens,
+            n_tokens,
             n_head,
             head_dim,
             scale,
@@ -255,6 +257,7 @@ def launch_cached(
             slot_stride,
             token_stride,
             head_stride,
+            k_cache.shape[2],
             n_tokens,
             n_head,
             head_dim,

@@ -116,6 +116,7 @@ def _block_kernel(
     slot_stride,  # elements between slots of the cache
     head_stride,  # elements between heads of the cache
     token_stride,  # elements between tokens of the cache
+    max_len,  # positions of a slot
     n_blocks,  # of the cache's whole length
     n_tokens,  # T
     n_head,  # H
@@ -134,7 +135,7 @@ def _block_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     start = tl.load(starts_ptr + row).to(tl.int32)
     count = tl.load(counts_ptr + row).to(tl.int32)
-    n_keys = start + count
+    n_keys = tl.minimum(start + count, max_len)  # a wrong span must not reach another head
     block = tl.program_id(0) % n_blocks
     first = block * BLOCK_N
     if first < n_keys:
@@ -168,6 +169,7 @@ def _combine_kernel(
     out_ptr,  # [B, T, H, D] contiguous
     starts_ptr,  # position of each row's first query, [B]
     counts_ptr,  # queries of each row that are not padding, [B]
+    max_len,  # positions of a slot
     n_blocks,  # of the cache's whole length
     n_tokens,  # T
     n_head,  # H
@@ -182,7 +184,7 @@ def _combine_kernel(
     row = row_head // n_head
     head = row_head % n_head
     count = tl.load(counts_ptr + row).to(tl.int32)
-    n_keys = tl.load(starts_ptr + row).to(tl.int32) + count
+    n_keys = tl.minimum(tl.load(starts_ptr + row).to(tl.int32) + count, max_len)
     n_filled = (n_keys + BLOCK_N - 1) // BLOCK_N
     if token >= count:  # padding
         n_filled = 0
@@ -220,7 +222,7 @@ def launch_forward(
     scale: float,
 ) -> Tensor:
     """``[B, T, H, D]``."""
-    check_inputs(q, k_cache, v_cache)
+    check_inputs(q, k_cache, v_cache, indices=(slots, starts, counts))
     n_rows, n_tokens, n_head, head_dim = q.shape
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} exceeds the {MAX_HEAD_DIM} of this kernel")
@@ -234,7 +236,8 @@ def launch_forward(
         return launch_cached(q, k_cache, v_cache, slots, starts, counts, scale)
     q = q if q.stride(3) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    n_blocks = triton.cdiv(k_cache.shape[2], _BLOCK_N)
+    max_len = k_cache.shape[2]
+    n_blocks = triton.cdiv(max_len, _BLOCK_N)
     size = (n_rows, n_head, n_blocks, n_tokens)
     lse = torch.empty(size, dtype=torch.float32, device=q.device)
     partial = torch.empty(*size, head_dim, dtype=torch.float32, device=q.device)
@@ -252,6 +255,7 @@ def launch_forward(
             counts.contiguous(),
             *q.stride()[:3],
             *k_cache.stride()[:3],
+            max_len,
             n_blocks,
             n_tokens,
             n_head,
@@ -271,6 +275,7 @@ def launch_forward(
             out,
             starts.contiguous(),
             counts.contiguous(),
+            max_len,
             n_blocks,
             n_tokens,
             n_head,

@@ -90,6 +90,8 @@ def _forward_kernel(
     out_ptr,  # [n_rows, n_cols] contiguous
     wte_row_stride,  # elements between rows of wte
     wpe_row_stride,  # elements between rows of wpe
+    n_vocab,  # V
+    table_length,  # P
     n_positions,  # positions given
     n_cols,  # C
     threshold,  # what of 2^31 is dropped
@@ -102,8 +104,11 @@ def _forward_kernel(
     mask = cols < n_cols
     token = tl.load(ids_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row % n_positions).to(tl.int64)
-    wte = tl.load(wte_ptr + token * wte_row_stride + cols, mask=mask, other=0.0)
-    wpe = tl.load(wpe_ptr + position * wpe_row_stride + cols, mask=mask, other=0.0)
+    # What lies outside a table is not looked up, and gives NaN.
+    there = mask & (token >= 0) & (token < n_vocab)
+    wte = tl.load(wte_ptr + token * wte_row_stride + cols, mask=there, other=float("nan"))
+    there = mask & (position >= 0) & (position < table_length)
+    wpe = tl.load(wpe_ptr + position * wpe_row_stride + cols, mask=there, other=float("nan"))
     out = wte.to(tl.float32) + wpe.to(tl.float32)
     if DROPOUT:
         fours = tl.program_id(1) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
@@ -163,7 +168,7 @@ def launch_forward(
         ValueError: for shapes that do not fit, or a dropout that is not a probability.
         TypeError: for indices that are not int32 or int64.
     """
-    check_inputs(wte, wpe)
+    check_inputs(wte, wpe, indices=(ids, positions))
     for name, index in (("ids", ids), ("positions", positions)):
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
@@ -189,6 +194,8 @@ def launch_forward(
             out,
             wte_rows.stride(0),
             wpe_rows.stride(0),
+            len(wte),
+            len(wpe),
             positions.numel(),
             n_cols,
             **_dropout_options(dropout_p),
@@ -236,10 +243,15 @@ def launch_backward(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(dwte, dwpe)``."""
+    """``(dwte, dwpe)``; of no rows where ``n_vocab`` or ``n_positions`` is 0."""
     rows = rows_of(dout)
     tables = ((ids, n_vocab), (positions.expand(ids.shape), n_positions))
-    dwte, dwpe = (_gradient(rows, i.reshape(-1), size, dropout_p, seed) for i, size in tables)
+    dwte, dwpe = (
+        _gradient(rows, index.reshape(-1), size, dropout_p, seed)
+        if size
+        else dout.new_empty(0, dout.shape[-1])
+        for index, size in tables
+    )
     return dwte, dwpe
 
 
@@ -291,7 +303,10 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     ids, positions, seed = ctx.saved_tensors
-    dwte, dwpe = _embedding_backward(dout, ids, positions, *ctx.sizes, ctx.dropout_p, seed)
+    needs = ctx.needs_input_grad[2:4]
+    sizes = (size if need else 0 for size, need in zip(ctx.sizes, needs, strict=True))
+    gradients = _embedding_backward(dout, ids, positions, *sizes, ctx.dropout_p, seed)
+    dwte, dwpe = (g if need else None for g, need in zip(gradients, needs, strict=True))
     return None, None, dwte, dwpe, None, None
 
 
@@ -304,8 +319,8 @@ def embedding_triton(
     """:func:`embedding_reference` in one kernel. Differentiable once.
 
     The dropout's seed comes from PyTorch's generator on the device, so ``torch.manual_seed``
-    reproduces the mask; it is not the mask that PyTorch's dropout would draw. Ids and positions are
-    not checked on the device: an invalid one reads outside its table.
+    reproduces the mask; it is not the mask that PyTorch's dropout would draw. An id or a position
+    outside its table gives NaN.
     """
     seed = torch.randint(2**63 - 1, (1,), device=ids.device) if dropout_p else None
     return _embedding(ids, positions, wte, wpe, dropout_p, seed)

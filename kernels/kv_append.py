@@ -145,7 +145,7 @@ def launch_append(
         ValueError: for shapes that do not fit, or caches of different or unsuitable strides.
         TypeError: for indices that are not int32 or int64.
     """
-    check_inputs(qkv, bias, k_cache, v_cache)
+    check_inputs(qkv, bias, k_cache, v_cache, indices=(slots, starts, counts))
     _, n_head, max_len, head_dim = k_cache.shape
     n_rows, n_tokens, width = qkv.shape
     n_cols = n_head * head_dim

@@ -1,7 +1,7 @@
 """How every launcher starts its kernel, for real or only to compile it, and how a kernel file
 states what its kernels cost."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
@@ -51,6 +51,9 @@ def example(*size: int, dtype: torch.dtype, device: torch.device | str) -> torch
     return torch.randn(size, device=device).to(dtype)
 
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What kernels compute with."""
+
 _compiled: ContextVar[list[tuple[Any, tuple[int, ...]]] | None] = ContextVar(
     "compiled", default=None
 )
@@ -77,23 +80,36 @@ def interpreting() -> bool:
     return HAS_TRITON and triton.knobs.runtime.interpret
 
 
-def check_inputs(*tensors: torch.Tensor) -> None:
+def check_inputs(*tensors: torch.Tensor, indices: Iterable[torch.Tensor | None] = ()) -> None:
     """Refuse what a kernel cannot take, before anything is launched.
 
+    Args:
+        tensors: what is computed with.
+        indices: other tensors that the kernel reads; None for one that is not there.
+
     Raises:
+        ValueError: for tensors on several devices: pointers are followed on one.
         TypeError: for tensors that are not fp32, fp16 or bf16 (kernels compute in fp32), on the CPU
             outside Triton's interpreter, or where Triton is missing.
     """
     if not HAS_TRITON:
         raise TypeError("Triton is not installed; use the PyTorch operations")
     for tensor in tensors:
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"a kernel takes float32, float16 or bfloat16, not {tensor.dtype}")
         if tensor.device.type == "cpu" and not interpreting():
             raise TypeError(
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
             )
+    for tensor in (*tensors[1:], *indices):
+        if tensor is not None:
+            _check_device(tensors[0], tensor)
+
+
+def _check_device(like: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"a kernel's tensors lie on {like.device} and on {tensor.device}")
 
 
 def check_operands(like: torch.Tensor, **operands: tuple[torch.Tensor | None, Sizes]) -> None:
@@ -104,12 +120,13 @@ def check_operands(like: torch.Tensor, **operands: tuple[torch.Tensor | None, Si
         operands: by name, each (where there is one) with the shape it must have.
 
     Raises:
-        ValueError: for another shape.
+        ValueError: for another shape or device.
         TypeError: for another dtype.
     """
     for name, (tensor, shape) in operands.items():
         if tensor is None:
             continue
+        _check_device(like, tensor)
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype != like.dtype:

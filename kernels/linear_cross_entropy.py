@@ -27,7 +27,7 @@ Bytes, for R rows of V logits of s bytes, padded to W, with targets of 8 bytes, 
 the loss loads ``R (W s + s + 8)`` and stores ``12 R``; the gradient loads ``R (W s + 20 B)`` and
 stores ``R W s``. About 4 and 5 FLOPs a logit: memory bound. Each of the three products, with x of C
 columns, is ``2 R V C`` FLOPs on ``(R C + V C + R V) s`` bytes: compute bound, and nearly all of the
-FLOPs. Adding a chunk's share of ``dweight`` moves ``V C (s + 8)`` bytes.
+FLOPs. Adding a chunk's fp32 share of ``dweight`` moves ``16 V C`` bytes.
 """
 
 from typing import Any
@@ -109,7 +109,7 @@ def _loss_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    maximum = -float("inf")
+    maximum = -3.4028234663852886e38  # the least: -inf would be subtracted from itself
     total = 0.0
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -216,6 +216,13 @@ def rows_per_chunk(n_rows: int, n_cols: int, dtype: torch.dtype) -> int:
     return max(1, min(n_rows, rows))
 
 
+def _product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` without rounding the sum to 16 bits: it may leave the range of fp16."""
+    if a.is_cuda and not torch.version.hip and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def launch_chunks(
     x: Tensor,
     weight: Tensor,
@@ -240,7 +247,7 @@ def launch_chunks(
         ValueError: for shapes that do not match.
         TypeError: for dtypes or devices the kernels do not take.
     """
-    check_inputs(x, weight)
+    check_inputs(x, weight, indices=(targets,))
     if x.dtype != weight.dtype or targets.is_floating_point():
         raise TypeError(
             f"x and weight need one dtype and targets integers, not {x.dtype}, {weight.dtype} and "
@@ -260,7 +267,6 @@ def launch_chunks(
     maximum, total = statistics
     dx = x.new_empty(rows.shape if need_dx else 0)
     dweight = x.new_zeros(weight.shape if need_dweight else 0, dtype=torch.float32)
-    share = x.new_empty(dweight.shape)
     for start in range(0, n_rows, step):
         chunk = slice(start, min(start + step, n_rows))
         logits = buffer[: chunk.stop - start, :n_cols]
@@ -272,7 +278,7 @@ def launch_chunks(
         if need_dx:
             torch.mm(logits, weight, out=dx[chunk])
         if need_dweight:
-            dweight += torch.mm(logits.T, rows[chunk], out=share)
+            dweight += _product_in_fp32(logits.T, rows[chunk])
     return loss, statistics, dx.view(x.shape) if need_dx else dx, dweight
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch import device as Device  # the class has a method of the name torch
+from torch import dtype as Dtype
 
-from gptile.kernels.attention import attention_reference, attention_triton
+from gptile.kernels.attention import MAX_HEAD_DIM, attention_reference, attention_triton
 from gptile.kernels.decode_attention import decode_attention_reference, decode_attention_triton
 from gptile.kernels.embedding import embedding_reference, embedding_triton
 from gptile.kernels.jit import HAS_TRITON
 from gptile.kernels.kv_append import kv_append_reference, kv_append_triton
+from gptile.kernels.launch import DTYPES
 from gptile.kernels.layer_norm import (
+    MAX_COLUMNS,
     add_layer_norm_reference,
     add_layer_norm_triton,
     layer_norm_reference,
@@ -38,6 +41,11 @@ from gptile.kernels.sampling import sample_reference, sample_triton
 MIN_CAPABILITY = (8, 0)
 """Of an NVIDIA GPU: below it Triton has no tensor cores to multiply tiles with (measured for sm_75:
 the same attention kernel compiles to kilobytes of stack a thread)."""
+
+
+def kernels_take(width: int, head_dim: int) -> bool:
+    """Whether Triton's kernels take a model of these sizes."""
+    return width <= MAX_COLUMNS and head_dim <= MAX_HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,14 @@ class Ops:
         )
 
     @classmethod
-    def default(cls, device: Device) -> "Ops":
-        """Triton's on a GPU that can run them (:data:`MIN_CAPABILITY`), PyTorch's elsewhere."""
+    def default(
+        cls, device: Device, dtype: Dtype = DTYPES[0], *, width: int = 1, head_dim: int = 1
+    ) -> "Ops":
+        """Triton's for a model of that width and head_dim that they take (:func:`kernels_take`), on
+        a GPU that can run them (:data:`MIN_CAPABILITY`); PyTorch's elsewhere."""
         if device.type != "cuda" or not HAS_TRITON:
+            return cls.torch()
+        if dtype not in DTYPES or not kernels_take(width, head_dim):
             return cls.torch()
         if torch.version.hip or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
             return cls.triton()

@@ -313,7 +313,7 @@ def _sample_kernel(
 
 def launch_sample(logits: Tensor, seen: Tensor | None, *columns: Tensor) -> tuple[Tensor, Tensor]:
     """``(ids, logprobs)``; columns in the order of :func:`sample_reference`."""
-    check_inputs(logits)
+    check_inputs(logits, indices=(seen, *columns))
     n_rows, n_cols = logits.shape
     if not 0 < n_cols <= MAX_VOCAB:
         raise ValueError(f"a vocabulary of {n_cols} tokens is not one of 1 to {MAX_VOCAB}")

@@ -34,6 +34,13 @@ class GPT2Output:
     hidden_states: list[Tensor] | None = None
 
 
+def default_ops(
+    config: GPT2Config, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Ops:
+    """What a model of that config runs on by default: see :meth:`Ops.default`."""
+    return Ops.default(device, dtype, width=config.n_embd, head_dim=config.head_dim)
+
+
 class Attention(nn.Module):
     """Multi-head causal self-attention."""
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from gptile.kernels import IGNORE_INDEX, Ops
+from gptile.kernels import IGNORE_INDEX
 from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
-from gptile.model.gpt2 import GPT2
+from gptile.model.gpt2 import GPT2, default_ops
 from gptile.model.tokenizer import Tokenizer
 from gptile.train.checkpoint import TrainState, load_optimizer, load_state, save_run
 from gptile.train.config import TrainConfig
@@ -154,7 +154,7 @@ def _new_model(tokenizer: Tokenizer, config: TrainConfig, device: torch.device) 
         eos_token_id=tokenizer.special_tokens.get(END_OF_TEXT),
     )
     # Initialised on the CPU, so that a seed is the same model on every device.
-    return GPT2(architecture, Ops.default(device)).to(device)
+    return GPT2(architecture, default_ops(architecture, device)).to(device)
 
 
 def _train_step(

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptile.kernels import Ops
 from gptile.model.config import GPT2Config, read_json_object
 from gptile.model.errors import UserError
-from gptile.model.gpt2 import GPT2
+from gptile.model.gpt2 import GPT2, default_ops
 from gptile.model.tokenizer import NoTokenizerError, Tokenizer
 from gptile.weights.errors import CheckpointError
 from gptile.weights.files import CheckpointFiles, find_checkpoint
@@ -71,7 +71,7 @@ def build_model(
         conv1d: whether the four Conv1D weights are stored ``[in, out]``, as Hugging Face does.
         dtype: of the parameters.
         device: of the parameters.
-        ops: default :meth:`Ops.default` of the device.
+        ops: default :func:`~gptile.model.gpt2.default_ops`.
 
     Raises:
         CheckpointError: naming each tensor that is missing, unknown, misshapen, not a float, or
@@ -94,7 +94,7 @@ def build_model(
             )
         del tensor
     with torch.device("meta"):
-        model = GPT2(config, ops or Ops.default(torch.device(device)))
+        model = GPT2(config, ops or default_ops(config, torch.device(device), dtype))
     model.load_state_dict(state, assign=True)
     return model.eval()
 

@@ -148,6 +148,15 @@ def test_strided_queries_wide_indices_and_a_layer_of_a_cache() -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_a_span_beyond_the_slot_reads_nothing_there(tokens: int) -> None:
+    """The cache refuses such a span; a kernel given one must not reach another head."""
+    q, k_cache, v_cache, slots, starts, counts, scale = problem([70 - tokens], [tokens], max_len=70)
+    k_cache[slots[0], 1], v_cache[slots[0], 1] = torch.nan, torch.nan
+    out = ours(q, k_cache, v_cache, slots, starts + 500, counts, scale)
+    assert out[:, :, :16].isfinite().all()
+
+
 def test_refusals_and_no_rows() -> None:
     args = problem([3], [1], head_dim=129)
     with pytest.raises(ValueError, match="head_dim 129"):
@@ -209,7 +218,7 @@ def test_a_planted_fault_is_seen(plant: Callable[..., ModuleType], fault: str) -
 PLANTED_CHUNKED = {
     "positions from zero": ("positions = start + tokens", "positions = tokens"),
     "slot for row": ("slot = tl.load(slots_ptr + row)", "slot = tl.load(slots_ptr + 0)"),
-    "stale keys": ("n_keys = start + count", "n_keys = start + n_tokens"),
+    "stale keys": ("tl.minimum(start + count,", "tl.minimum(start + n_tokens,"),
     "padding not zero": ("tl.where(tokens[:, None] < count, ", "tl.where(tokens[:, None] < 999, "),
 }
 

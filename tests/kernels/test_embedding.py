@@ -287,6 +287,38 @@ def test_what_does_not_fit_is_refused() -> None:
             embedding_triton(*arguments)
 
 
+def test_an_id_outside_its_table_gives_nan_and_reads_nothing() -> None:
+    wte, wpe = torch.randn(5, 8), torch.randn(3, 8)
+    ids, positions = torch.tensor([[0, -1, 4], [5, 2, 2**40]]), torch.tensor([0, 1, 2])
+    out = embedding_triton(ids, positions, wte, wpe)
+    assert out.isnan().all(-1).tolist() == [[False, True, False], [True, False, True]]
+    assert torch.equal(out[0, 0], wte[0] + wpe[0])
+    assert embedding_triton(ids[:1, :1], torch.tensor([3]), wte, wpe).isnan().all()
+
+
+@pytest.mark.parametrize("frozen", ["wte", "wpe"])
+def test_a_frozen_table_costs_no_gradient(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"wte": torch.randn(5, 8), "wpe": torch.randn(3, 8)}
+    for name, table in tables.items():
+        table.requires_grad_(name != frozen)
+    launched = []
+    right = kernels.launch
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, *a, **k: (launched.append(kernel), right(kernel, *a, **k))
+    )
+    ids, positions = torch.tensor([[0, 1, 4]]), torch.arange(3)
+    embedding_triton(ids, positions, **tables).square().sum().backward()
+    assert launched == [kernels._forward_kernel, kernels._backward_kernel]
+    ours = {name: table.grad for name, table in tables.items()}
+    for table in tables.values():
+        table.grad = None
+    embedding_reference(ids, positions, **tables).square().sum().backward()
+    for name, table in tables.items():
+        assert (ours[name] is None) == (name == frozen)
+        if name != frozen:
+            torch.testing.assert_close(ours[name], table.grad)
+
+
 def test_differentiating_twice_is_refused() -> None:
     ids, positions, wte, wpe, _ = inputs(1, 2, 8, 3)
     out = embedding_triton(ids, positions, wte.requires_grad_(), wpe)

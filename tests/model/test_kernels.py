@@ -135,6 +135,8 @@ def test_the_default_is_triton_on_a_gpu_that_can_run_it(
     monkeypatch.setattr("torch.version.hip", hip)
     assert Ops.default(CUDA) == getattr(Ops, expected)()
     assert Ops.default(torch.device("cpu")) == Ops.torch()
+    for beyond in ({"dtype": torch.float64}, {"head_dim": 129}, {"width": 16385}):
+        assert Ops.default(CUDA, **beyond) == Ops.torch()
     monkeypatch.setattr("gptile.kernels.ops.HAS_TRITON", False)
     assert Ops.default(CUDA) == Ops.torch()
 
