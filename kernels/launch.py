@@ -102,9 +102,9 @@ def check_inputs(*tensors: torch.Tensor, indices: Iterable[torch.Tensor | None] 
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
             )
-    for tensor in (*tensors[1:], *indices):
-        if tensor is not None:
-            _check_device(tensors[0], tensor)
+    for other in (*tensors[1:], *indices):
+        if other is not None:
+            _check_device(tensors[0], other)
 
 
 def _check_device(like: torch.Tensor, tensor: torch.Tensor) -> None:
