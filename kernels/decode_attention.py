@@ -324,8 +324,8 @@ def decode_attention_triton(
     scale: float,
 ) -> Tensor:
     """:func:`decode_attention_reference`, and for more than :data:`MAX_QUERIES` queries a row the
-    kernel of attention.py. No host synchronisation: slots, starts and counts are not checked.
-    Not differentiable."""
+    kernel of attention.py. Not differentiable. No host synchronisation: the values of slots are not
+    checked, and a span beyond its slot ends there."""
     return _decode_attention(q, k_cache, v_cache, slots, starts, counts, scale).flatten(2)
 
 
