@@ -6,6 +6,14 @@ from setuptools import setup
 
 ROOMS = ("model", "kernels", "weights", "bench", "train")
 
+BENCH = [
+    "transformers>=5.0",
+    "matplotlib>=3.9",
+    "jinja2>=3.1",
+    "scipy>=1.13",
+    "nvidia-ml-py>=12",
+]
+
 setup(
     name="gptile",
     version="0.1.0",
@@ -16,7 +24,11 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=["gptile", *(f"gptile.{room}" for room in ROOMS)],
     package_dir={"gptile": "gptile", **{f"gptile.{room}": room for room in ROOMS}},
-    package_data={"gptile.weights": ["demo/*"], "gptile": ["py.typed"]},
+    package_data={
+        "gptile.weights": ["demo/*"],
+        "gptile.bench": ["report.html"],
+        "gptile": ["py.typed"],
+    },
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",
@@ -30,9 +42,9 @@ setup(
     ],
     extras_require={
         "train": ["tokenizers>=0.22"],
-        "bench": ["transformers>=5.0"],
+        "bench": BENCH,
         "test": [
-            "transformers>=5.0",
+            *BENCH,
             "tokenizers>=0.22",
             "pytest>=8",
             "pytest-xdist>=3.6",

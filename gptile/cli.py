@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import gptile
+from gptile.benchmarks import bench
 from gptile.checks import doctor, inspect, parity
 from gptile.console import (
     DTYPES,
@@ -360,5 +361,5 @@ def train(
     click.echo(f"{out}: step {state.step}, best validation loss {best}")
 
 
-for _command in (doctor, parity, inspect):
+for _command in (doctor, parity, inspect, bench):
     cli.add_command(_command)

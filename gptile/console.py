@@ -1,11 +1,16 @@
 """What the commands share: options and their values, help, spinner and tables."""
 
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     import torch
+    from rich.progress import Progress
     from rich.status import Status
 
     from gptile.kernels import Ops
@@ -90,6 +95,56 @@ def parse_kernels(name: str, device: "torch.device", config: "GPT2Config") -> "O
             "the kernels hold in registers; --kernels torch takes it"
         )
     return Ops.triton()
+
+
+def result_options(command: Callable) -> Callable:
+    """Where a result goes, for :func:`deliver`: the parameters ``output`` and ``as_json``."""
+    output = click.option(
+        "--output",
+        "-o",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Save the result as JSON, for gptile bench report and compare.",
+    )
+    as_json = click.option(
+        "--json", "as_json", is_flag=True, help="End with one JSON object instead of tables."
+    )
+    return output(as_json(command))
+
+
+def deliver(record: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Save a result and print it as the last line, as far as was asked."""
+    from gptile.bench.result import save_record
+
+    if output:
+        save_record(record, output)
+    if as_json:
+        click.echo(json.dumps(record, allow_nan=False))
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that could not be written, before the long work that ends with it.
+
+    Raises:
+        click.UsageError: if its directory is not there or is read-only.
+    """
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise click.UsageError(f"{path}: no such directory, or it cannot be written to")
+
+
+def progress() -> "Progress":
+    """A progress bar on stderr where that is a terminal; give it tasks with add_task."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def status(message: str) -> "Status":

@@ -1,0 +1,50 @@
+"""Checkpoints to measure on where none is at hand: GPT-2's sizes with random weights."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from gptile.model.config import PRESETS
+from gptile.model.errors import UserError
+from gptile.model.gpt2 import GPT2
+from gptile.weights import open_checkpoint
+from gptile.weights.save import save_checkpoint
+
+RANDOM = "random:"
+
+
+@contextmanager
+def checkpoint_directory(source: str, revision: str | None = None) -> Iterator[Path]:
+    """The directory of a checkpoint. ``random:gpt2`` (or another of PRESETS) is made on the spot,
+    without a tokeniser, and removed afterwards: its speed is GPT-2's, its text is noise.
+
+    Raises:
+        UserError: if there is no such checkpoint.
+    """
+    if not source.startswith(RANDOM):
+        yield open_checkpoint(source, revision).files.directory
+        return
+    config = PRESETS.get(source.removeprefix(RANDOM))
+    if config is None:
+        raise UserError(
+            f"{source}: random models are {', '.join(RANDOM + name for name in PRESETS)}"
+        )
+    with tempfile.TemporaryDirectory(prefix="gptile-") as parent, torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        directory = Path(parent, source.removeprefix(RANDOM))
+        model = GPT2(config)
+        _disturb(model)
+        save_checkpoint(model, directory)
+        del model
+        yield directory
+
+
+@torch.no_grad()
+def _disturb(model: GPT2) -> None:
+    """Move biases and LayerNorm off 0 and 1, where a mistake with them would not show."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
