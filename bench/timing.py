@@ -185,7 +185,7 @@ def peak_memory(call: Call, device: torch.device | str = "cpu") -> int:
         kept = call()
     del kept
     held = peak = 0
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()

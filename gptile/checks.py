@@ -8,12 +8,9 @@ import click
 
 from gptile.console import (
     DTYPES,
-    device_option,
+    SHORT_DTYPES,
     examples,
-    kernels_option,
-    parse_device,
     parse_dtype,
-    parse_kernels,
     print_table,
     status,
 )
@@ -35,45 +32,6 @@ def doctor(as_json: bool) -> None:
         sys.exit(1)
 
 
-@click.command(**examples("gptile parity", "gptile parity my-gpt2 --tokens 256 --json"))
-@click.argument("model", default="demo")
-@device_option
-@kernels_option
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="A row.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def parity(model: str, device: str, kernels: str, tokens: int, dtype: str, as_json: bool) -> None:
-    """Compare a checkpoint with transformers, number by number. MODEL as in generate --model.
-
-    Both are measured against transformers in fp64 on the CPU. Needs transformers: in the
-    repository, pip install '.[bench]'. Exit code 1 where ours is further off than allowed.
-    """
-    from gptile.bench.parity import ALLOWED_RATIO, compare
-    from gptile.weights import open_checkpoint
-
-    where = parse_device(device)
-    ops = parse_kernels(kernels, where, open_checkpoint(model).config)
-    with status("running both"):
-        results = compare(model, n_tokens=tokens, dtype=parse_dtype(dtype), device=where, ops=ops)
-    if as_json:
-        click.echo(json.dumps({"comparisons": [dataclasses.asdict(r) for r in results]}))
-    else:
-        rows = [
-            ("ok" if r.ok else "FAIL", r.name, f"{r.error:.2e}", f"{r.reference_error:.2e}")
-            for r in results
-        ]
-        print_table(["", "quantity", "our error", "transformers' error"], rows)
-        click.echo(
-            f"{sum(r.ok for r in results)} of {len(results)} within {ALLOWED_RATIO} x "
-            f"transformers' own error in {dtype}, each against fp64"
-        )
-    if not all(r.ok for r in results):
-        sys.exit(1)
-
-
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 @click.command(
     **examples(
         "gptile inspect",
@@ -88,7 +46,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 @click.option("--compare", help="Targets side by side, such as sm_80,sm_90.")
 @click.option(
     "--dtype",
-    type=click.Choice([*_SHORT_DTYPES, *DTYPES]),
+    type=click.Choice([*SHORT_DTYPES, *DTYPES]),
     default="bf16",
     show_default=True,
     metavar="DTYPE",
@@ -143,7 +101,7 @@ def inspect(
         found = inspection.inspect(
             operation,
             targets=targets,
-            dtype=parse_dtype(_SHORT_DTYPES.get(dtype, dtype)),
+            dtype=parse_dtype(SHORT_DTYPES.get(dtype, dtype)),
             case=case,
             direction=direction,
         )

@@ -14,7 +14,8 @@ import click
 
 import gptile
 from gptile.benchmarks import bench
-from gptile.checks import doctor, inspect, parity
+from gptile.checks import doctor, inspect
+from gptile.comparing import parity
 from gptile.console import (
     DTYPES,
     device_option,
@@ -28,6 +29,7 @@ from gptile.console import (
     status,
 )
 from gptile.model.errors import UserError
+from gptile.scoring import evaluate
 from gptile.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -361,5 +363,5 @@ def train(
     click.echo(f"{out}: step {state.step}, best validation loss {best}")
 
 
-for _command in (doctor, parity, inspect, bench):
+for _command in (doctor, parity, inspect, bench, evaluate):
     cli.add_command(_command)

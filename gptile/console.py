@@ -1,5 +1,6 @@
 """What the commands share: options and their values, help, spinner and tables."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -17,16 +18,18 @@ if TYPE_CHECKING:
     from gptile.model.config import GPT2Config
 
 DTYPES = ("float32", "float16", "bfloat16")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 device_option = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1"
 )
 kernels_option = click.option(
     "--kernels",
-    type=click.Choice(["auto", "torch", "triton"]),
     default="auto",
     show_default=True,
-    help="Triton's run on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.",
+    metavar="auto|torch|triton|NAMES",
+    help="NAMES: Triton's of these operations (attention,linear), PyTorch's of the others. "
+    "Triton's run on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.",
 )
 revision_option = click.option("--revision", help="Branch, tag or commit of a hub model.")
 
@@ -69,10 +72,11 @@ def parse_device(name: str) -> "torch.device":
 
 
 def parse_kernels(name: str, device: "torch.device", config: "GPT2Config") -> "Ops | None":
-    """None for ``auto``: the loader chooses what runs best.
+    """``auto``, ``torch``, ``triton``, or names of operations, separated by commas, that are
+    Triton's where the others are PyTorch's. None for ``auto``: the loader chooses what runs best.
 
     Raises:
-        click.UsageError: for Triton's kernels where they cannot run.
+        click.UsageError: for an unknown name, or Triton's kernels where they cannot run.
     """
     from gptile.kernels import Ops
     from gptile.kernels.jit import HAS_TRITON
@@ -83,18 +87,26 @@ def parse_kernels(name: str, device: "torch.device", config: "GPT2Config") -> "O
         return None
     if name == "torch":
         return Ops.torch()
+    operations = [field.name for field in dataclasses.fields(Ops)]
+    chosen = operations if name == "triton" else [one.strip() for one in name.split(",")]
+    if unknown := [one for one in chosen if one not in operations]:
+        raise click.UsageError(
+            f"--kernels {name}: no operation {unknown[0]!r}; there are {', '.join(operations)}, "
+            "and auto, torch and triton"
+        )
     if not HAS_TRITON:
-        raise click.UsageError("--kernels triton: Triton is not installed; pip install triton")
+        raise click.UsageError(f"--kernels {name}: Triton is not installed; pip install triton")
     if device.type == "cpu" and not interpreting():
         raise click.UsageError(
-            "--kernels triton needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1"
+            f"--kernels {name} needs a GPU, or Triton's interpreter: set TRITON_INTERPRET=1"
         )
     if not kernels_take(config.n_embd, config.head_dim):
         raise click.UsageError(
-            f"--kernels triton: n_embd {config.n_embd} or head_dim {config.head_dim} exceeds what "
+            f"--kernels {name}: n_embd {config.n_embd} or head_dim {config.head_dim} exceeds what "
             "the kernels hold in registers; --kernels torch takes it"
         )
-    return Ops.triton()
+    triton = Ops.triton()
+    return Ops.torch().replace(**{one: getattr(triton, one) for one in chosen})
 
 
 def result_options(command: Callable) -> Callable:

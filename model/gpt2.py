@@ -24,7 +24,7 @@ class GPT2Output:
 
     Attributes:
         logits: ``[B, n, V]``, for the n positions asked for.
-        loss: scalar mean cross-entropy in nats per target.
+        loss: cross-entropy in nats, reduced as asked: a scalar, or ``[B, T]`` for "none".
         hidden_states: ``n_layer + 1`` tensors ``[B, T, C]``: the embedding, the output of each
             block, the last one after the final LayerNorm (transformers' convention).
     """
@@ -191,6 +191,7 @@ class GPT2(nn.Module):
         cache: KVCache | None = None,
         slots: Tensor | None = None,
         output_hidden_states: bool = False,
+        reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> GPT2Output:
         """Run the network.
 
@@ -204,6 +205,7 @@ class GPT2(nn.Module):
             cache: continue the sequences it holds and append the new tokens to it.
             slots: ``[B]`` distinct cache slots of the rows; default 0, 1, ...
             output_hidden_states: also return them.
+            reduction: of the loss: its mean over the targets that count, their sum, or each one's.
 
         Raises:
             ContextLengthError: if a sequence would pass ``n_positions`` or the end of the cache.
@@ -248,7 +250,7 @@ class GPT2(nn.Module):
 
         output = GPT2Output(hidden_states=hidden_states if output_hidden_states else None)
         if targets is not None:
-            output.loss = self.ops.linear_cross_entropy(x, self.head_weight, targets)
+            output.loss = self.ops.linear_cross_entropy(x, self.head_weight, targets, reduction)
         if isinstance(logits_for, Tensor):
             x = x.take_along_dim(logits_for.long().unsqueeze(-1), dim=1)
         elif logits_for == "last":
