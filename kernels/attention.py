@@ -321,34 +321,42 @@ def attention_triton(
     return _attention(q, k, v, scale)[0].flatten(2)
 
 
-def _views(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, ...]:
-    """q, k and v of a packed projection."""
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`attention_reference` for a case: views of a packed projection."""
     width = 3 * shape["heads"] * shape["head_dim"]
     qkv = example(shape["rows"], shape["tokens"], width, dtype=dtype, device=device)
-    return qkv.unflatten(2, (3, shape["heads"], shape["head_dim"])).unbind(2)
+    q, k, v = qkv.unflatten(2, (3, shape["heads"], shape["head_dim"])).unbind(2)
+    return {"q": q, "k": k, "v": v, "scale": 0.125}
 
 
-def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    q, k, v = _views(shape, dtype, device)
-    launch_forward(q, k, v, 0.125)
-
-
-def _launch_cached_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    """The second of two chunks of that many tokens."""
+def cached_inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`launch_cached` for a case: the second of two chunks of that many
+    tokens."""
     rows, tokens, heads, head_dim = (shape[n] for n in ("rows", "tokens", "heads", "head_dim"))
     caches = example(2, rows, heads, 2 * tokens, head_dim, dtype=dtype, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     starts, counts = (torch.full_like(slots, tokens) for _ in range(2))
-    q, _, _ = _views(shape, dtype, device)
-    launch_cached(q, caches[0], caches[1], slots, starts, counts, 0.125)
+    q = inputs(shape, dtype, device)["q"]
+    return {
+        **{"q": q, "k_cache": caches[0], "v_cache": caches[1]},
+        **{"slots": slots, "starts": starts, "counts": counts, "scale": 0.125},
+    }
+
+
+def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    launch_forward(**inputs(shape, dtype, device))
+
+
+def _launch_cached_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    launch_cached(**cached_inputs(shape, dtype, device))
 
 
 def _launch_backward_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    q, k, v = _views(shape, dtype, device)
+    q, k, v, scale = inputs(shape, dtype, device).values()
     size = (shape["rows"], shape["heads"], shape["tokens"])
     lse = example(*size, dtype=torch.float32, device=device)
     out, dout = (example(*q.shape, dtype=dtype, device=device) for _ in range(2))
-    launch_backward(dout, q, k, v, out, lse, 0.125)
+    launch_backward(dout, q, k, v, out, lse, scale)
 
 
 def _forward_work(shape: Shape, dtype: torch.dtype, start: int = 0) -> Work:

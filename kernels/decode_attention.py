@@ -329,13 +329,21 @@ def decode_attention_triton(
     return _decode_attention(q, k_cache, v_cache, slots, starts, counts, scale).flatten(2)
 
 
-def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`decode_attention_reference` for a case."""
     rows, tokens, heads, head_dim = (shape[n] for n in ("rows", "tokens", "heads", "head_dim"))
     caches = example(2, rows, heads, _CASE_MAX_LEN, head_dim, dtype=dtype, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     counts = torch.full_like(slots, tokens)
     q = example(rows, tokens, heads, head_dim, dtype=dtype, device=device)
-    launch_forward(q, caches[0], caches[1], slots, shape["length"] - counts, counts, 0.125)
+    return {
+        **{"q": q, "k_cache": caches[0], "v_cache": caches[1]},
+        **{"slots": slots, "starts": shape["length"] - counts, "counts": counts, "scale": 0.125},
+    }
+
+
+def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    launch_forward(**inputs(shape, dtype, device))
 
 
 def _work(shape: Shape, dtype: torch.dtype) -> Work:

@@ -336,10 +336,18 @@ def _example_seed(device: Any, p: float) -> Tensor | None:
     return torch.zeros(1, dtype=torch.int64, device=device) if p else None
 
 
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`embedding_reference` for a case, without dropout."""
+    ids, positions = _example_indices(shape, device)
+    wte, wpe = (
+        example(shape[size], shape["cols"], dtype=dtype, device=device)
+        for size in ("vocab", "tokens")
+    )
+    return {"ids": ids, "positions": positions, "wte": wte, "wpe": wpe}
+
+
 def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any, *, p: float) -> None:
-    make = partial(example, dtype=dtype, device=device)
-    wte, wpe = make(shape["vocab"], shape["cols"]), make(shape["tokens"], shape["cols"])
-    launch_forward(*_example_indices(shape, device), wte, wpe, p, _example_seed(device, p))
+    launch_forward(**inputs(shape, dtype, device), dropout_p=p, seed=_example_seed(device, p))
 
 
 def _launch_backward(shape: Shape, dtype: torch.dtype, device: Any, *, p: float) -> None:

@@ -230,14 +230,22 @@ def kv_append_triton(
     return _kv_append(qkv, bias, k_cache, v_cache, slots, starts, counts)
 
 
-def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`kv_append_reference` for a case."""
     rows, tokens, heads, head_dim, max_len = shape.values()
     qkv = example(rows, tokens, 3 * heads * head_dim, dtype=dtype, device=device)
     bias = example(3 * heads * head_dim, dtype=dtype, device=device)
     cache = example(2, rows, heads, max_len, head_dim, dtype=dtype, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     starts, counts = torch.zeros_like(slots), torch.full_like(slots, tokens)
-    launch_append(qkv, bias, cache[0], cache[1], slots, starts, counts)
+    return {
+        **{"qkv": qkv, "bias": bias, "k_cache": cache[0], "v_cache": cache[1]},
+        **{"slots": slots, "starts": starts, "counts": counts},
+    }
+
+
+def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    launch_append(**inputs(shape, dtype, device))
 
 
 def _forward_work(shape: Shape, dtype: torch.dtype) -> Work:

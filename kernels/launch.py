@@ -58,6 +58,8 @@ _compiled: ContextVar[list[tuple[Any, tuple[int, ...]]] | None] = ContextVar(
     "compiled", default=None
 )
 
+_host_only: ContextVar[bool] = ContextVar("host_only", default=False)
+
 
 @contextmanager
 def compile_only() -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
@@ -73,6 +75,17 @@ def compile_only() -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
         yield kernels
     finally:
         _compiled.reset(token)
+
+
+@contextmanager
+def host_only() -> Iterator[None]:
+    """Within it launchers take CPU tensors and stop short of the launch: what is left of a call is
+    what the wrapper costs the host, without Triton's own part. Outputs hold anything."""
+    token = _host_only.set(True)
+    try:
+        yield
+    finally:
+        _host_only.reset(token)
 
 
 def interpreting() -> bool:
@@ -97,7 +110,7 @@ def check_inputs(*tensors: torch.Tensor, indices: Iterable[torch.Tensor | None] 
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise TypeError(f"a kernel takes float32, float16 or bfloat16, not {tensor.dtype}")
-        if tensor.device.type == "cpu" and not interpreting():
+        if tensor.device.type == "cpu" and not (interpreting() or _host_only.get()):
             raise TypeError(
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
@@ -155,6 +168,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Triton launches on the current CUDA device whatever its arguments are, hence the guard.
     """
+    if _host_only.get():
+        return
     compiled = _compiled.get()
     if compiled is not None:
         compiled.append((kernel.warmup(*args, grid=grid, **options), grid))

@@ -379,11 +379,22 @@ def add_layer_norm_triton(
     return total, y
 
 
-def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
+def inputs(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> dict[str, Any]:
+    """The arguments of :func:`layer_norm_reference` for a case, or of the one with ``add``."""
     make = partial(example, dtype=dtype, device=device)
-    x, delta = (make(shape["rows"], shape["cols"]) for _ in range(2))
-    weight, bias = (make(shape["cols"]) for _ in range(2))
-    launch_forward(x, delta if add else None, weight, bias, 1e-5)
+    x = make(shape["rows"], shape["cols"]) + 1  # a mean that is forgotten shows
+    delta = {"delta": make(shape["rows"], shape["cols"])} if add else {}
+    return {
+        "x": x,
+        **delta,
+        "weight": make(shape["cols"]),
+        "bias": make(shape["cols"]),
+        "eps": 1e-5,
+    }
+
+
+def _launch_forward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:
+    launch_forward(**{"delta": None, **inputs(shape, dtype, device, add=add)})
 
 
 def _launch_backward(shape: Shape, dtype: torch.dtype, device: Any, *, add: bool) -> None:

@@ -23,6 +23,7 @@ a residual; stores ``M N s``, twice that with the argument kept. Backward loads 
 stores ``M N s`` and the fp32 shares. Exactly: :func:`_forward_work`, :func:`_backward_work`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -403,23 +404,26 @@ def layer_norm_linear_triton(
     return linear_activation_triton(x, weight, bias, activation)
 
 
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`linear_activation_reference` for a case with an activation, of
+    :func:`linear_residual_reference` for another."""
+    rows, n_in, n_out = shape["rows"], shape["in"], shape["out"]
+    make = partial(example, dtype=dtype, device=device)
+    # Weights of a size that keeps the product where an activation bends.
+    given = {"x": make(rows, n_in), "weight": make(n_out, n_in) * n_in**-0.5, "bias": make(n_out)}
+    if "activation" in shape:
+        return {**given, "activation": shape["activation"]}
+    return {**given, "residual": make(rows, n_out)}
+
+
 def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    x, weight, bias, residual = _tensors(shape, dtype, device)
-    activation = shape.get("activation")
-    launch_forward(
-        x, weight, bias, activation, None if activation else residual, activation is not None
-    )
+    given = {"activation": None, "residual": None, **inputs(shape, dtype, device)}
+    launch_forward(**given, keep_argument="activation" in shape)
 
 
 def _launch_slope_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    *_, argument = _tensors(shape, dtype, device)
+    argument = example(shape["rows"], shape["out"], dtype=dtype, device=device)
     launch_slope(torch.empty_like(argument), argument, shape.get("activation", "gelu_new"))
-
-
-def _tensors(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, ...]:
-    rows, n_in, n_out = shape["rows"], shape["in"], shape["out"]
-    sizes = ((rows, n_in), (n_out, n_in), (n_out,), (rows, n_out))
-    return tuple(example(*size, dtype=dtype, device=device) for size in sizes)
 
 
 def _forward_work(shape: Shape, dtype: torch.dtype) -> Work:

@@ -400,6 +400,18 @@ def linear_cross_entropy_triton(
     return loss
 
 
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`linear_cross_entropy_reference` for a case."""
+    rows, vocab, cols = shape["rows"], shape["vocab"], shape["cols"]
+    weight = example(vocab, cols, dtype=dtype, device=device) * cols**-0.5
+    targets = torch.arange(rows, device=device) % vocab
+    return {
+        "x": example(rows, cols, dtype=dtype, device=device),
+        "weight": weight,
+        "targets": targets,
+    }
+
+
 def _logits(shape: Shape, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Padded logits, targets, and three fp32 vectors."""
     rows, vocab = shape["rows"], shape["vocab"]

@@ -396,25 +396,30 @@ _SEARCH_WALKS = 9
 _PARAMETERS_BYTES = 44
 
 
-def _launch(
+def inputs(
     shape: Shape, dtype: torch.dtype, device: Any, *, temperature: float, filters: bool
-) -> None:
+) -> dict[str, Any]:
+    """The arguments of :func:`sample_reference` for a case."""
     logits = example(shape["rows"], shape["vocab"], dtype=dtype, device=device)
 
     def column(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((shape["rows"],), value, dtype=dtype, device=device)
 
-    launch_sample(
-        logits,
-        torch.zeros_like(logits, dtype=torch.bool) if filters else None,
-        column(temperature, torch.float32),
-        column(50 if filters else 0, torch.int64),
-        column(0.9 if filters else 1, torch.float64),
-        column(0.05 if filters else 0, torch.float32),
-        column(1.2 if filters else 1, torch.float32),
-        column(7, torch.int64),
-        column(100, torch.int64),
-    )
+    return {
+        "logits": logits,
+        "seen": torch.zeros_like(logits, dtype=torch.bool) if filters else None,
+        "temperature": column(temperature, torch.float32),
+        "top_k": column(50 if filters else 0, torch.int64),
+        "top_p": column(0.9 if filters else 1, torch.float64),
+        "min_p": column(0.05 if filters else 0, torch.float32),
+        "repetition_penalty": column(1.2 if filters else 1, torch.float32),
+        "seeds": column(7, torch.int64),
+        "positions": column(100, torch.int64),
+    }
+
+
+def _launch(shape: Shape, dtype: torch.dtype, device: Any, **choices: Any) -> None:
+    launch_sample(*inputs(shape, dtype, device, **choices).values())
 
 
 def _work(shape: Shape, dtype: torch.dtype, *, temperature: float, filters: bool) -> Work:

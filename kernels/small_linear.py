@@ -16,6 +16,7 @@ normalised rows) and ``2 K s`` of the norm's parameters. Stores ``M N s``. ``2 M
 intensity is M / 2 to 2 M FLOPs a byte, far below what a GPU could do. Exactly: :func:`_work`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -353,19 +354,28 @@ def small_linear_triton(
     return _small_linear(x, weight, scales, bias, norm_weight, norm_bias, eps, activation, residual)
 
 
-def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
-    def make(*size: int) -> Tensor:
-        return example(*size, dtype=dtype, device=device)
-
-    weight, scales = make(shape["out"], shape["in"]), None
+def inputs(shape: Shape, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """The arguments of :func:`small_linear_reference` for a case."""
+    few, n_in, n_out = shape["few"], shape["in"], shape["out"]
+    make = partial(example, dtype=dtype, device=device)
+    weight, scales = make(n_out, n_in) * n_in**-0.5, None
     if shape.get("int8"):
-        weight = weight.to(torch.int8)
-        scales = example(shape["out"], dtype=torch.float32, device=device)
-    norm, norm_bias = (make(shape["in"]) if shape.get("norm") else None for _ in range(2))
-    residual = make(shape["few"], shape["out"]) if shape.get("residual") else None
-    x, bias = make(shape["few"], shape["in"]), make(shape["out"])
-    activation = shape.get("activation")
-    launch_forward(x, weight, scales, bias, norm, norm_bias, 1e-5, activation, residual)
+        weight, scales = quantize_weight(weight)
+    return {
+        "x": make(few, n_in),
+        "weight": weight,
+        "bias": make(n_out),
+        "scales": scales,
+        "norm": (make(n_in), make(n_in), 1e-5) if shape.get("norm") else None,
+        "activation": shape.get("activation"),
+        "residual": make(few, n_out) if shape.get("residual") else None,
+    }
+
+
+def _launch_case(shape: Shape, dtype: torch.dtype, device: Any) -> None:
+    given = inputs(shape, dtype, device)
+    norm_weight, norm_bias, eps = given.pop("norm") or (None, None, 0.0)
+    launch_forward(**given, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps)
 
 
 def _work(shape: Shape, dtype: torch.dtype) -> Work:
