@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gptile.model.config import PRESETS
+from gptile.model.config import PRESETS, GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.weights import open_checkpoint
@@ -32,9 +32,16 @@ def checkpoint_directory(source: str, revision: str | None = None) -> Iterator[P
         raise UserError(
             f"{source}: random models are {', '.join(RANDOM + name for name in PRESETS)}"
         )
+    with random_checkpoint(config) as directory:
+        yield directory
+
+
+@contextmanager
+def random_checkpoint(config: GPT2Config) -> Iterator[Path]:
+    """A directory, removed afterwards, with random weights: the same ones each time."""
     with tempfile.TemporaryDirectory(prefix="gptile-") as parent, torch.random.fork_rng([]):
         torch.manual_seed(0)
-        directory = Path(parent, source.removeprefix(RANDOM))
+        directory = Path(parent, "random")
         model = GPT2(config)
         _disturb(model)
         save_checkpoint(model, directory)

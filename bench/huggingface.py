@@ -49,12 +49,27 @@ def import_transformers() -> Any:
     return transformers
 
 
-def load_reference(directory: Path, dtype: torch.dtype) -> Any:
-    """GPT2LMHeadModel with eager attention, in evaluation mode, from a local directory."""
+def load_reference(
+    directory: Path,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    device: torch.device | str = "cpu",
+) -> Any:
+    """GPT2LMHeadModel in evaluation mode, from a local directory.
+
+    Args:
+        attention: ``eager`` (plain products and softmax) or ``sdpa`` (PyTorch's fused one).
+
+    Raises:
+        UserError: where transformers finds no checkpoint.
+    """
     transformers = import_transformers()
     # The flag forces fp32 scores, the same function but for rounding; in fp64 it only fails.
     exact = {"reorder_and_upcast_attn": False} if dtype == torch.float64 else {}
-    model = transformers.GPT2LMHeadModel.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", local_files_only=True, **exact
-    )
-    return model.eval()
+    try:
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, local_files_only=True, **exact
+        )
+    except OSError as error:
+        raise UserError(f"transformers cannot read {directory}: {error}") from None
+    return model.to(device).eval()

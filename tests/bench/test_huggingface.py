@@ -7,8 +7,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from gptile.bench.huggingface import import_transformers
+from gptile.bench.huggingface import import_transformers, load_reference
+from gptile.model.errors import UserError
+from gptile.weights.files import DEMO
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -59,3 +62,17 @@ def test_the_root_on_the_path_does_no_harm(tmp_path: Path, installed: bool) -> N
     available, file = run.stdout.split(maxsplit=1)
     assert available == str(installed)
     assert str(ROOT) not in file
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_reference_attends_as_asked(attention: str) -> None:
+    model = load_reference(DEMO, torch.float64, attention)
+    assert model.config._attn_implementation == attention
+    assert model.dtype == torch.float64
+    assert not model.training
+
+
+def test_a_directory_that_transformers_cannot_read_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    with pytest.raises(UserError, match=f"transformers cannot read {tmp_path}"):
+        load_reference(tmp_path, torch.float32)

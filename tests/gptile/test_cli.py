@@ -278,18 +278,6 @@ class TestInfo:
         fails(gptile("info", str(tmp_path / "model")), "wpe.weight", "[256, 256]", "[128, 256]")
 
 
-class TestParity:
-    def test_table_and_json(self, gptile: Command) -> None:
-        run = gptile("parity", "--tokens", "16")
-        assert run.returncode == 0, run.stdout
-        assert "87 of 87 within 1.5 x" in run.stdout
-        rows = json.loads(gptile("parity", "demo", "--tokens", "16", "--json").stdout)
-        assert all(row["ok"] for row in rows["comparisons"])
-
-    def test_wrong_inputs(self, gptile: Command) -> None:
-        fails(gptile("parity", "./nowhere"), "./nowhere")
-
-
 class TestConvert:
     def test_to_another_dtype(self, gptile: Command, tmp_path: Path) -> None:
         run = gptile("convert", str(DEMO), str(tmp_path / "out"), "--dtype", "bfloat16")
