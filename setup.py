@@ -43,6 +43,18 @@ setup(
     extras_require={
         "train": ["tokenizers>=0.22"],
         "bench": BENCH,
+        # llama-cpp-python compiles llama.cpp: some minutes, with cmake and a C++ compiler.
+        "peers": [
+            *BENCH,
+            "ctranslate2>=4.8",
+            "onnxruntime>=1.23",
+            "onnx>=1.23",
+            "onnxscript>=0.7",
+            "openvino>=2026.4",
+            "nncf>=3.4",
+            "llama-cpp-python>=0.3.36",
+            "gguf>=0.19",
+        ],
         "test": [
             *BENCH,
             "tokenizers>=0.22",
