@@ -236,9 +236,7 @@ OPERATIONS: dict[str, Operation] = {
         kv_append.inputs,
         kv_append.kv_append_reference,
         kv_append.kv_append_triton,
-        flops=lambda shape: (
-            3 * shape["rows"] * shape["tokens"] * shape["heads"] * shape["head_dim"]
-        ),
+        flops=_append_flops,
         moved=_appended,
         written=("k_cache", "v_cache"),
     ),

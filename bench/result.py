@@ -8,13 +8,12 @@ are under ``seconds``, every sample of them.
 
 import json
 import math
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gptile.bench.environment import environment
+from gptile.bench.files import write_whole
 from gptile.model.config import read_json_object
 from gptile.model.errors import UserError
 
@@ -59,16 +58,8 @@ def save_record(record: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent or ".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
+    write_whole(path, f"{text}\n".encode())
 
 
 def load_record(path: Path) -> dict[str, Any]:
