@@ -22,7 +22,7 @@ from gptile.console import (
     result_options,
     status,
 )
-from gptile.reports import compare
+from gptile.reports import compare, report
 
 
 @click.group(
@@ -184,7 +184,7 @@ def kernels(
     help="fp32, bf16, fp16, int8, or their long names.  [default: fp32 on a CPU, bf16 on a GPU, of "
     "peers all they have]",
 )
-@click.option("--rounds", type=click.IntRange(1), help="Samples of each.  [default: 5, quick 3]")
+@click.option("--rounds", type=click.IntRange(1), help="Samples of each.  [default: 7, quick 6]")
 @click.option("--quick", is_flag=True, help="Small sizes; gptile, transformers-eager and -sdpa.")
 @device_option
 @click.option(
@@ -246,7 +246,7 @@ def model(
         prompt_tokens=prompt_tokens or ((32,) if quick else ()),
         new_tokens=new_tokens or (16 if quick else 64),
         threads=threads or torch.get_num_threads(),
-        rounds=rounds or (3 if quick else 5),
+        rounds=rounds or (6 if quick else 7),
     )
     with status("starting") as shown:
         result = benchmark(model, plan, shown.update)
@@ -275,11 +275,7 @@ def model(
 @click.argument("model", default="random:gpt2")
 @click.option("--quick", is_flag=True, help="A smaller job, and no matrix: minutes on two cores.")
 @click.option("--matrix", is_flag=True, help="Only the on/off matrix.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    help="Samples of each.  [default: 7, quick 5]",
-)
+@click.option("--rounds", type=click.IntRange(1), help="Samples of each.  [default: 7, quick 6]")
 @device_option
 @click.option(
     "--plot",
@@ -327,7 +323,7 @@ def ladder(
             model,
             quick=quick,
             only_matrix=matrix,
-            rounds=rounds or (5 if quick else 7),
+            rounds=rounds or (6 if quick else 7),
             device=where,
             report=spinner.update,
         )
@@ -353,7 +349,12 @@ def ladder(
     )
 )
 @click.argument("model", default="demo")
-@click.option("--what", type=click.Choice(["prefill", "decode", "train"]), default="decode")
+@click.option(
+    "--what",
+    type=click.Choice(["prefill", "decode", "train"]),
+    default="decode",
+    show_default=True,
+)
 @click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="To record.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
@@ -424,3 +425,4 @@ def _known(kind: str, chosen: Collection[str], names: Iterable[str]) -> tuple[st
 
 
 bench.add_command(compare)
+bench.add_command(report)
