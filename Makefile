@@ -4,13 +4,20 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-oldest test-gpu lint resources clean
+RESULTS ?= results
+MODEL ?= random:gpt2
+QUICK ?=
+TEXT ?=
+
+.PHONY: help demo test test-oldest test-gpu bench lint resources clean
 
 help:
 	@echo "make demo         write some Shakespeare with the GPT-2 that ships in this repository"
 	@echo "make test         run the tests"
 	@echo "make test-oldest  run the kernels' tests with the oldest Triton supported"
 	@echo "make test-gpu     run the tests that need a GPU"
+	@echo "make bench        measure this machine, its GPU if it has one, into $(RESULTS)/report.html"
+	@echo "                  (QUICK=--quick: minutes on two cores; TEXT=file: score it too; MODEL=...)"
 	@echo "make lint         ruff and mypy"
 	@echo "make resources    compile every kernel for every target into bench/resources.csv"
 	@echo "make clean        remove $(VENV), $(OLDEST) and build/"
@@ -34,6 +41,18 @@ test-oldest:
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -c "import torch; exit(None if torch.cuda.is_available() else 'no GPU here')"
 	TRITON_INTERPRET=0 $(BIN)/pytest -m gpu
+
+# Parity first: where it is red, nothing is measured.
+bench: $(VENV)/.ready-test
+	@$(BIN)/python -c "import torch; print(torch.cuda.get_device_name() if \
+		torch.cuda.is_available() else 'no GPU here: measuring the CPU')"
+	mkdir -p $(RESULTS)
+	$(BIN)/gptile parity $(MODEL) -o $(RESULTS)/parity.json
+	$(BIN)/gptile bench kernels $(QUICK) -o $(RESULTS)/kernels.json
+	$(BIN)/gptile bench model $(MODEL) $(QUICK) -o $(RESULTS)/model.json
+	$(BIN)/gptile bench ladder $(MODEL) $(QUICK) -o $(RESULTS)/ladder.json
+	$(if $(TEXT),$(BIN)/gptile evaluate $(TEXT) --ladder $(QUICK) -o $(RESULTS)/evaluation.json)
+	$(BIN)/gptile bench report $(RESULTS)
 
 # mypy sees the package as it installs, under the name gptile.
 lint: $(VENV)/.ready-test

@@ -11,6 +11,7 @@ from gptile.model.config import PRESETS, GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
 from gptile.weights import open_checkpoint
+from gptile.weights.files import find_checkpoint
 from gptile.weights.save import save_checkpoint
 
 RANDOM = "random:"
@@ -25,7 +26,13 @@ def checkpoint_directory(source: str, revision: str | None = None) -> Iterator[P
         UserError: if there is no such checkpoint.
     """
     if not source.startswith(RANDOM):
-        yield open_checkpoint(source, revision).files.directory
+        files = open_checkpoint(source, revision).files
+        # Others are given the directory: they must find the same weights in it.
+        if find_checkpoint(files.directory) != files:
+            raise UserError(
+                f"{source}: other weights lie beside it; move it to a directory of its own"
+            )
+        yield files.directory
         return
     config = PRESETS.get(source.removeprefix(RANDOM))
     if config is None:

@@ -215,9 +215,7 @@ def _field(line: str, field: str, where: str) -> str:
         raise UserError(f"{where}: a JSON object is expected, not {type(record).__name__}")
     if not isinstance(record.get(field), str):
         found = ", ".join(map(repr, record)) or "none"
-        raise UserError(
-            f"{where}: no text in {field!r} (the object's fields: {found}); see --field"
-        )
+        raise UserError(f"{where}: no text in {field!r} (the object's fields: {found})")
     return record[field]
 
 

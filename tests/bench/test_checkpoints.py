@@ -71,3 +71,18 @@ def test_an_unknown_size_is_answered_with_those_there_are(name: str) -> None:
 def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError), checkpoint_directory(str(tmp_path / "none")):
         pass
+
+
+def test_a_file_beside_other_weights_is_refused(tmp_path: Path) -> None:
+    """transformers, given the directory, would read the other ones."""
+    with random_checkpoint(SMALL) as directory:
+        other = directory / "other.safetensors"
+        other.write_bytes((directory / "model.safetensors").read_bytes())
+        with (
+            pytest.raises(UserError, match=r"other\.safetensors: other weights lie beside it"),
+            checkpoint_directory(str(other)),
+        ):
+            pass
+        (directory / "model.safetensors").unlink()
+        with checkpoint_directory(str(other)) as found:
+            assert found == directory
