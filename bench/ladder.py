@@ -89,7 +89,7 @@ class Job:
         ]
 
 
-FULL, QUICK = Job(16, 8, 128, 32, 8), Job(8, 4, 32, 6, 4)
+FULL, QUICK = Job(16, 8, 128, 32, 8), Job(8, 4, 32, 4, 4)
 
 
 @dataclass(frozen=True)

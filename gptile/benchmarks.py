@@ -1,6 +1,5 @@
 """The commands of ``gptile bench`` that measure. Imports wait until one runs."""
 
-import os
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -35,8 +34,6 @@ from gptile.reports import compare, report
 )
 def bench() -> None:
     """Measure speed beside every baseline, each number next to its correctness check."""
-    # PyTorch's profiler, which counts memory, else reports each of its stages on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @bench.command(
@@ -172,7 +169,7 @@ def kernels(
     help="Of a row.  [default: 32 and half the context, quick 32]",
 )
 @click.option(
-    "--new-tokens", type=click.IntRange(2), help="Decoded by a call.  [default: 64, quick 16]"
+    "--new-tokens", type=click.IntRange(2), help="Decoded by a call.  [default: 64, quick 8]"
 )
 @click.option("--threads", type=click.IntRange(1), help="Of every engine.  [default: PyTorch's]")
 @click.option(
@@ -244,7 +241,7 @@ def model(
         else ("prefill", "decode", "train"),
         batches=batches or ((1, 4) if quick else (1, 8)),
         prompt_tokens=prompt_tokens or ((32,) if quick else ()),
-        new_tokens=new_tokens or (16 if quick else 64),
+        new_tokens=new_tokens or (8 if quick else 64),
         threads=threads or torch.get_num_threads(),
         rounds=rounds or (6 if quick else 7),
     )

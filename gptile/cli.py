@@ -47,6 +47,8 @@ def main() -> None:
     what the machine refused."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    # PyTorch's profiler, which counts memory, else reports each of its stages on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         code = cli.main(prog_name="gptile", standalone_mode=False)
         if sys.stdout is not None:

@@ -114,7 +114,7 @@ def test_a_job_keeps_within_the_context() -> None:
     assert FULL.within(1024) == FULL
     assert QUICK.within(32).longest == 32 - QUICK.n_new
     with pytest.raises(UserError, match=r"context of 9 is too short.* 10"):
-        QUICK.within(9)
+        QUICK.within(7)
 
 
 def test_the_rungs_are_right_timed_and_compared(climb: Any, directory: Path) -> None:

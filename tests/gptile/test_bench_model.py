@@ -177,7 +177,7 @@ def test_what_is_asked_is_planned(bench: Callable, asked: Callable) -> None:
     assert (quick.batches, quick.prompt_tokens, quick.new_tokens, quick.rounds) == (
         (1, 4),
         (32,),
-        16,
+        8,
         6,
     )
     assert quick.tasks == ("prefill", "decode", "train")
