@@ -165,10 +165,10 @@ def is_ours(engine: str) -> bool:
 
 
 def default_engines(device: str, quick: bool) -> tuple[str, ...]:
-    """Names: all that need no other package than transformers, or the three that load quickly. On a
-    CPU ``gptile-torch`` is ``gptile``, and left out."""
+    """Names: all that need no other package than transformers, or ours and the baseline. On a CPU
+    ``gptile-torch`` is ``gptile``, and left out."""
     if quick:
-        return ("gptile", REFERENCE, BASELINE)
+        return ("gptile", BASELINE)
     plain = [name for name, entry in ENGINES.items() if not entry.peer]
     return tuple(name for name in plain if device != "cpu" or name != "gptile-torch")
 

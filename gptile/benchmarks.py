@@ -182,7 +182,7 @@ def kernels(
     "peers all they have]",
 )
 @click.option("--rounds", type=click.IntRange(1), help="Samples of each.  [default: 7, quick 6]")
-@click.option("--quick", is_flag=True, help="Small sizes; gptile, transformers-eager and -sdpa.")
+@click.option("--quick", is_flag=True, help="Small sizes; gptile and transformers-sdpa.")
 @device_option
 @click.option(
     "--plot",

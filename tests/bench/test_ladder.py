@@ -113,7 +113,7 @@ def test_buckets_compute_less_padding(directory: Path) -> None:
 def test_a_job_keeps_within_the_context() -> None:
     assert FULL.within(1024) == FULL
     assert QUICK.within(32).longest == 32 - QUICK.n_new
-    with pytest.raises(UserError, match=r"context of 9 is too short.* 10"):
+    with pytest.raises(UserError, match=r"context of 7 is too short.* 8"):
         QUICK.within(7)
 
 

@@ -171,7 +171,6 @@ def test_what_is_asked_is_planned(bench: Callable, asked: Callable) -> None:
     quick, full, mixed, peers = plans
     assert [choice.engine for choice in quick.choices] == [
         "gptile",
-        "transformers-eager",
         "transformers-sdpa",
     ]
     assert (quick.batches, quick.prompt_tokens, quick.new_tokens, quick.rounds) == (
