@@ -111,8 +111,8 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def set_unit(axis: Axis, unit: str) -> None:
-    """Tick labels with the unit and its prefix."""
-    axis.set_major_formatter(lambda value, _: si(value, unit))
+    """Tick labels with the unit and its prefix; plain numbers where there is no unit."""
+    axis.set_major_formatter(lambda value, _: si(value, unit) if unit else f"{value:,g}")
 
 
 def set_log(axes: Axes, which: str, unit: str) -> None:
@@ -146,7 +146,7 @@ def add_legend(figure: Figure) -> None:
     figure.legend(found.values(), found, loc="outside upper left", ncols=3)
 
 
-def label(value: Any, limit: int = 44) -> str:
+def label(value: Any, limit: int = 52) -> str:
     """A name that leaves room for the plot."""
     words = text(value)
     return words if len(words) <= limit else words[: limit - 1] + "\u2026"

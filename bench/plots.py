@@ -294,7 +294,7 @@ def _draw_rungs(axes: Axes, rungs: list[Record]) -> None:
         found = speedup(row)
         said = "check red: no speed-up" if red else f"{found}" if found else ""
         axes.annotate(
-            f"{si(time.median, 's')}   {said}".rstrip(),
+            f"{si(time.median, 's')}{', ' * bool(said)}{said}",
             (time.quantile(80), y),
             (6, 0),
             textcoords="offset points",
@@ -360,7 +360,7 @@ def plot_profile(record: Record) -> Figure:
 def _draw_operations(axes: Axes, timed: list[tuple[str, float, float | None]]) -> None:
     for y, (_, seconds, share) in enumerate(timed):
         axes.barh(y, seconds, 0.62, color=COLOURS[0])
-        said = si(seconds, "s") if share is None else f"{si(seconds, 's')}   {100 * share:.1f} %"
+        said = si(seconds, "s") + ("" if share is None else f", {100 * share:.1f} %")
         axes.annotate(said, (seconds, y), (6, 0), textcoords="offset points", va="center")
     name_rows(axes, [name for name, _, _ in timed])
     axes.set_xlim(0, 1.3 * timed[0][1])

@@ -27,6 +27,7 @@ except ImportError:
     raise UserError("jinja2 is needed: in the repository, pip install '.[bench]'") from None
 
 _MOST_RED = 50
+_COMMIT = 12  # digits that tell one
 _SVG = "http://www.w3.org/2000/svg"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 ElementTree.register_namespace("", _SVG)
@@ -190,7 +191,7 @@ def _section(anchor: str, file: str, record: Record) -> Section:
         verdict=_verdict(rows),
         machine=_machine(environment),
         date=text(environment.get("date")),
-        commit=text(environment.get("commit")),
+        commit=_commit(environment.get("commit")),
         command=text(environment.get("command"), limit=4000),
         facts=_facts(environment),
         settings=[(_words(name), text(value)) for name, value in record["settings"].items()],
@@ -217,6 +218,12 @@ def _machine(environment: dict[str, Any]) -> str:
     part = environment.get("gpu") or environment.get("cpu")
     name = part.get("name") if isinstance(part, dict) else None
     return text(name or environment.get("device"))
+
+
+def _commit(value: Any) -> str:
+    """Short, with the sign of changed files."""
+    commit = text(value)
+    return f"{commit[:_COMMIT]}{'+' if commit[_COMMIT:].endswith('+') else ''}"
 
 
 _UNITS = {"clock": "MHz", "clock_limit": "MHz", "memory_clock": "MHz", "power_limit": "W"}

@@ -60,22 +60,18 @@ def _error(value: Any) -> str:
 
 
 def _seconds(value: Any) -> str:
-    """Median and, of several samples, the range from the 20 % to the 80 % quantile."""
+    """Median and, of several samples, their spread."""
     found = timing(value)
     if found is None:
         return text(value) if number(value) is None else _quantity("s")(value)
-    if len(found.samples) == 1:
-        return si(found.median, "s")
-    low, high = (si(found.quantile(percent), "s") for percent in (20, 80))
-    return f"{si(found.median, 's')} ({low} to {high})"
+    median = si(found.median, "s")
+    return median if len(found.samples) == 1 else f"{median} ({100 * found.spread:.0f} %)"
 
 
 _MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "seconds": ("time, p50 (p20 to p80)", _seconds),
+    "seconds": ("time, p50 (p20 to p80, by it)", _seconds),
     "peak_memory": ("peak memory", _quantity("B")),
     "memory": ("memory", _quantity("B")),
-    "bytes": ("bytes moved", _quantity("B")),
-    "flops": ("operations", _quantity("FLOP")),
     "bytes_per_second": ("bandwidth", _quantity("B/s")),
     "flops_per_second": ("compute", _quantity("FLOP/s")),
     "roofline": ("of roofline", _share),
@@ -85,13 +81,14 @@ _MEASURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "self_seconds": ("own time", _seconds),
     "tokens_per_second": ("tokens/s", text),
     "error": ("error", _error),
-    "reference_error": ("reference's error", _error),
     "allowed": ("allowed error", _error),
+    "total_seconds": ("time", _seconds),
 }
 _SPEEDUPS = {"speedup": "speed-up", "speedup_step": "speed-up to the row before"}
 _REMARKS = ("skipped", "note")
-# Said by seconds, by the check, or by the remark.
-_SAID = {"subject", "ok", "p20", "p50", "p80", "spread", *_REMARKS}
+# Said by seconds, by a rate, by the check or by the remark; or for whoever opens the file.
+_SAID = {"subject", "ok", "p20", "p50", "p80", "spread", "bytes", "flops", *_REMARKS}
+_SAID |= {"reference_error", "rotated", "quantity", "limit", "best_other", "speedup_over_best"}
 
 
 def make_tables(rows: Iterable[Row]) -> list[Table]:
@@ -110,7 +107,8 @@ def red_rows(rows: Iterable[Row]) -> list[str]:
 def _table(fields: tuple[str, ...], rows: list[Row]) -> Table:
     shared = [field for field in fields if len(rows) > 1 and _same(rows, field)]
     varying = [field for field in fields if field not in shared]
-    measures = list(dict.fromkeys(name for row in rows for name in row if name not in _SAID))
+    names = dict.fromkeys(name for row in rows for name in row if name not in _SAID)
+    measures = [name for name in names if not any(_is_series(row, name) for row in rows)]
     checked = any(check(row) is not None or row.get("skipped") for row in rows)
     remarked = any(row.get(name) for row in rows for name in _REMARKS)
     columns = [*map(_heading, varying), *["check"] * checked]
@@ -125,6 +123,11 @@ def _table(fields: tuple[str, ...], rows: list[Row]) -> Table:
     caption = ", ".join(f"{_heading(field)} {text(rows[0]['subject'][field])}" for field in shared)
     title = ", ".join(map(_heading, varying or fields)) or "number"
     return Table(title, caption, columns, len(varying), shown, max(0, len(rows) - MOST_ROWS))
+
+
+def _is_series(row: Row, name: str) -> bool:
+    """Many values, for a plot and not for a cell."""
+    return name != "seconds" and isinstance(row.get(name), list) and len(row[name]) > 3
 
 
 def _same(rows: list[Row], field: str) -> bool:
@@ -150,13 +153,13 @@ def _measure(row: Row, name: str) -> Cell:
         return Cell(MISSING)
     if name in _SPEEDUPS or _like_speedup(value):
         found = speedup(row, name)
-        return Cell(str(found)) if found else Cell("withheld", "skipped")
+        return Cell(str(found), "text") if found else Cell("withheld", "skipped")
     show = _MEASURES[name][1] if name in _MEASURES else text
     return Cell(show(value), "number" if show is not text or number(value) is not None else "text")
 
 
 def _like_speedup(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"ratio", "low", "high"}
+    return isinstance(value, dict) and {"ratio", "low", "high"} <= set(value)
 
 
 def _remark(row: Row) -> str:

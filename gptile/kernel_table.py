@@ -69,7 +69,11 @@ def _cells(row: Row) -> tuple[str, ...]:
         _quantiles(row),
         _rate(row.get("bytes_per_second"), 1e9),
         _rate(row.get("flops_per_second"), 1e12),
-        MISSING if share is None else f"{100 * share:.2g} %",
+        MISSING
+        if share is None
+        else f"{100 * share:.2g} %"
+        if share < 0.095
+        else f"{100 * share:.0f} %",
         si(row["peak_memory"], "B"),
         _error(row),
         _ratio(speedup(row)),
