@@ -69,15 +69,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         _quantiles(row),
         _rate(row.get("bytes_per_second"), 1e9),
         _rate(row.get("flops_per_second"), 1e12),
-        MISSING
-        if share is None
-        else f"{100 * share:.2g} %"
-        if share < 0.095
-        else f"{100 * share:.0f} %",
+        MISSING if share is None else _percent(share),
         si(row["peak_memory"], "B"),
         _error(row),
         _ratio(speedup(row)),
     )
+
+
+def _percent(share: float) -> str:
+    """Two digits, or as many as come before the point."""
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _rate(value: float | None, unit: float) -> str:
