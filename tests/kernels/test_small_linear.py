@@ -71,13 +71,16 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor | None, **k: Any) -> Tensor:
 
 
 def wrong(module: ModuleType, args: tuple[Tensor, ...], keywords: dict[str, Any]) -> bool:
-    """Whether the result is further from fp64 than twice PyTorch's own error."""
+    """Whether the result is further from fp64 than twice PyTorch's own error; where there are few
+    numbers, four times: whether PyTorch is nearly exact on those is luck."""
     exact = truth(*args, **keywords)
 
     def error(got: Tensor) -> float:
         return ((got.double() - exact).norm() / exact.norm()).item()
 
-    allowed = 2 * error(small_linear_reference(*args, **keywords)) + torch.finfo(args[0].dtype).eps
+    ratio = 4 if exact.numel() < 32 else 2
+    theirs = error(small_linear_reference(*args, **keywords))
+    allowed = ratio * theirs + torch.finfo(args[0].dtype).eps
     return not error(module.small_linear_triton(*args, **keywords)) <= allowed
 
 
