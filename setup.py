@@ -43,6 +43,7 @@ setup(
     extras_require={
         "train": ["tokenizers>=0.22"],
         "bench": BENCH,
+        "fast": ["numba>=0.63"],
         # llama-cpp-python compiles llama.cpp: some minutes, with cmake and a C++ compiler.
         "peers": [
             *BENCH,
@@ -57,6 +58,7 @@ setup(
         ],
         "test": [
             *BENCH,
+            "numba>=0.63",
             "tokenizers>=0.22",
             "pytest>=8",
             "pytest-xdist>=3.6",
