@@ -5,7 +5,7 @@ together fit the model's ``n_positions``, or the request is refused before anyth
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +25,9 @@ PREFILL_CHUNK = 512
 
 Prompt: TypeAlias = str | Sequence[int]
 FinishReason: TypeAlias = Literal["stop", "length"]
+DecodeStep: TypeAlias = Callable[[Tensor, KVCache, Tensor], Tensor]
+"""From ids ``[B]``, a cache and the rows' slots ``[B]`` to the logits ``[B, V]`` after one more
+token a row: :class:`~gptile.model.cpu_decoder.CPUDecoder` is one."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     tokenizer: Tokenizer | None = None,
+    decode_step: DecodeStep | None = None,
 ) -> list[Completion]:
     """Continue one prompt or several, as one batch; each comes out as if it were alone.
 
@@ -95,6 +99,7 @@ def generate(
         prompts: text, token ids, or a list of either. An empty one starts from ``bos_token_id``.
         params: for all prompts, or one per prompt.
         tokenizer: needed for text in, text out and stop strings.
+        decode_step: computes the steps after the prompts in place of the model.
 
     Returns:
         The samples, by prompt and then by sample.
@@ -104,7 +109,7 @@ def generate(
         UserError: for a prompt or parameter that cannot be used.
     """
     rows = _build_rows(model, prompts, params, tokenizer)
-    for _ in _run(model, rows, _usable_vocab(model.config, tokenizer)):
+    for _ in _run(model, rows, _usable_vocab(model.config, tokenizer), decode_step):
         pass
     return [row.completion() for row in rows]
 
@@ -115,13 +120,14 @@ def stream(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     tokenizer: Tokenizer | None = None,
+    decode_step: DecodeStep | None = None,
 ) -> Iterator[TokenEvent]:
     """:func:`generate`, token by token: the events of one step come in the order of the rows.
 
     Bad input raises here, before the first event is asked for.
     """
     rows = _build_rows(model, prompts, params, tokenizer)
-    return _run(model, rows, _usable_vocab(model.config, tokenizer))
+    return _run(model, rows, _usable_vocab(model.config, tokenizer), decode_step)
 
 
 def token_budget(n_prompt: int, max_new_tokens: int | None, n_positions: int) -> int:
@@ -279,7 +285,9 @@ def _usable_vocab(config: GPT2Config, tokenizer: Tokenizer | None) -> int:
 
 
 @torch.inference_mode()
-def _run(model: GPT2, rows: list[_Row], n_vocab: int) -> Iterator[TokenEvent]:
+def _run(
+    model: GPT2, rows: list[_Row], n_vocab: int, decode_step: DecodeStep | None
+) -> Iterator[TokenEvent]:
     """Fill in the rows, yielding an event per token."""
     weight = model.wte.weight
     # The last token of a row is never fed back.
@@ -317,7 +325,10 @@ def _run(model: GPT2, rows: list[_Row], n_vocab: int) -> Iterator[TokenEvent]:
             keep = torch.tensor(running, dtype=torch.int64, device=weight.device)
             ids, slots, positions, batch = ids[keep], slots[keep], positions[keep], batch.take(keep)
         if rows:
-            logits = _last_logits(model, ids.unsqueeze(1), cache, slots)
+            if decode_step is None:
+                logits = _last_logits(model, ids.unsqueeze(1), cache, slots)
+            else:
+                logits = decode_step(ids, cache, slots)
             positions = positions + 1
 
 
