@@ -28,6 +28,7 @@ from gptile.console import (
     revision_option,
     status,
 )
+from gptile.decoding import choose_decode_step, decoding_options
 from gptile.model.errors import UserError
 from gptile.scoring import evaluate
 from gptile.train.config import TrainConfig
@@ -35,9 +36,6 @@ from gptile.train.config import TrainConfig
 if TYPE_CHECKING:
     from gptile.model.generation import Completion
 
-# Parameters. A model smaller than this gains little from more threads, and on a busy machine the
-# threads waiting for each other made the demo ten times slower.
-_ONE_THREAD_BELOW = 20_000_000
 _OUT_OF_MEMORY = r"out of memory|can't allocate memory"
 _NO_COMPILER = "Failed to find C compiler"  # Triton's words
 
@@ -119,6 +117,7 @@ def cli() -> None:
         r"printf 'ROMEO:' | gptile generate --stop $'\n\n'",
         "TRITON_INTERPRET=1 gptile generate --kernels triton --max-new-tokens 8 'ROMEO:'",
         "gptile generate --model DIR --ids '50256 464'",
+        "gptile generate --model gpt2 --engine fast --weights int8 'Once upon a time'",
     )
 )
 @click.argument("prompt", required=False)
@@ -130,6 +129,7 @@ def cli() -> None:
 )
 @click.option("--ids", "as_ids", is_flag=True, help="Prompt and output are token ids.")
 @model_options
+@decoding_options
 @click.option("--max-new-tokens", type=int, help="[default: what the context has room for]")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all.")
@@ -149,6 +149,9 @@ def generate(
     device: str,
     kernels: str,
     dtype: str,
+    engine: str,
+    weights: str,
+    threads: int | None,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -175,17 +178,14 @@ def generate(
     ops = parse_kernels(kernels, where, checkpoint.config)
     with status(f"loading {model}"):
         loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where, ops=ops)
-    if where.type == "cpu" and loaded.num_parameters() < _ONE_THREAD_BELOW:
-        import torch
-
-        torch.set_num_threads(1)
+    step = choose_decode_step(loaded, engine, weights, threads, kernels)
 
     from gptile.model.generation import generate as run
     from gptile.model.generation import stream
 
     if as_json:
         with status("generating"):
-            completions = run(loaded, [given], params, tokenizer=tokenizer)
+            completions = run(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
         record = {
             "model": model,
             "prompt": given,
@@ -194,13 +194,13 @@ def generate(
         click.echo(json.dumps(record, ensure_ascii=False))
     elif params.n > 1:
         with status("generating"):
-            completions = run(loaded, [given], params, tokenizer=tokenizer)
+            completions = run(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
         for completion in completions:
             click.echo(f"--- sample {completion.sample_index + 1} of {params.n} ---")
             body = " ".join(map(str, completion.ids)) if as_ids else f"{text}{completion.text}"
             click.echo(body)
     else:
-        events = stream(loaded, [given], params, tokenizer=tokenizer)
+        events = stream(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
         click.echo("" if as_ids else text, nl=False)
         for index, event in enumerate(events):
             separator = " " if index else ""
