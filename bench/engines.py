@@ -118,6 +118,13 @@ ENGINES = {
         kernels="torch",
         compiled=True,
     ),
+    "gptile-fast": Entry(
+        "gptile.bench.torch_engines:GptileFast",
+        ("float32", "bfloat16", "int8"),
+        GENERATION,
+        "its compiled step only decodes",
+        needs=("numba",),
+    ),
     "transformers-eager": _transformers(attention="eager"),
     "transformers-sdpa": _transformers(attention="sdpa"),
     "transformers-compile": _transformers(attention="sdpa", compiled=True),
@@ -151,7 +158,8 @@ ENGINES = {
     ),
 }
 """By name. ``gptile`` runs on what it chooses by itself: on a CPU PyTorch's operations, as
-``gptile-torch`` always does, on a GPU Triton's kernels. ``transformers-compile`` is sdpa with
+``gptile-torch`` always does, on a GPU Triton's kernels. ``gptile-fast`` decodes by the compiled CPU
+step, with weights in that precision and all else in float32. ``transformers-compile`` is sdpa with
 ``cache_implementation="static"``, which compiles each decoding step, and torch.compile elsewhere.
 """
 

@@ -112,6 +112,36 @@ class Gptile(_Model):
         return _array(torch.cat(parts, 1))
 
 
+class GptileFast:
+    """Ours with the decode steps that :class:`~gptile.model.cpu_decoder.CPUDecoder` compiles."""
+
+    def __init__(self, setup: Setup) -> None:
+        from gptile.model.cpu_decoder import CPUDecoder, set_threads
+
+        set_threads(setup.threads)
+        self.model = open_checkpoint(setup.source).load_model()
+        self.decode_step = CPUDecoder(self.model, setup.precision)
+        self.weight_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[setup.precision]
+        self.cache_bytes = 4
+
+    def generate(self, prompts: Ids, n_new: int) -> Ids:
+        params = SamplingParams(max_new_tokens=n_new, temperature=0, stop_token_ids=())
+        found = generate(self.model, prompts, params, decode_step=self.decode_step)
+        return [completion.ids for completion in found]
+
+    @torch.inference_mode()
+    def logits(self, ids: Ids) -> Any:
+        """Half of the ids as a prompt, the others one by one."""
+        inputs = torch.tensor(ids)
+        n_rows, n_tokens = inputs.shape
+        cache = KVCache(self.model.config, n_rows, n_tokens)
+        half = n_tokens // 2
+        prompt = self.model(inputs[:, :half], cache=cache).logits
+        slots = torch.arange(n_rows)
+        steps = [self.decode_step(column, cache, slots) for column in inputs[:, half:].T]
+        return _array(torch.cat([prompt, torch.stack(steps, 1)], 1))
+
+
 class Transformers(_Model):
     """GPT2LMHeadModel with eager or sdpa attention.
 
