@@ -24,9 +24,9 @@ def print_comparison(found: dict[str, Any], a: str, b: str) -> None:
     rows = [
         row for row in found["rows"] if row["verdict"] != _NOT_TIMED or row["error"] != [None, None]
     ]
-    errors = any(error is not None for row in rows for error in row["error"])
+    errors = any(a != b for a, b in (row["error"] for row in rows))
     print_table(
-        ["A", "B", "time B / A", "p", "verdict", *["error A", "error B"] * errors, "row"],
+        ["A", "B", "B / A", "p", "verdict", *["error A", "error B"] * errors, "row"],
         [
             (*_cells(row), *(map(_error, row["error"]) if errors else ()), row["name"])
             for row in rows

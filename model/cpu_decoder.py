@@ -35,7 +35,7 @@ except RuntimeError as error:  # Numba's, where it can keep compiled code nowher
 def set_threads(n: int) -> None:
     """Of PyTorch and of Numba: they work in turn, so both may have every core."""
     torch.set_num_threads(n)
-    numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 class CPUDecoder:
