@@ -93,11 +93,22 @@ class CPUDecoder:
 
         Raises:
             ContextLengthError: if a sequence is at the end of the cache.
+            ValueError: for ids that are none, or a cache of another shape or dtype: compiled code
+                checks no index.
         """
+        config = self.config
+        shape = (config.n_layer, len(cache.lengths), config.n_head, cache.max_len, config.head_dim)
+        if cache.k.shape != shape or cache.k.dtype != torch.float32:
+            raise ValueError(
+                f"a float32 cache of {shape} is needed, not {cache.k.dtype} of "
+                f"{tuple(cache.k.shape)}"
+            )
+        if not (len(ids) and int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size):
+            raise ValueError(f"ids must be from 0 to {config.vocab_size - 1}, got {ids.tolist()}")
         span = cache.append(slots, torch.ones_like(slots))
-        logits = np.empty((len(ids), self.config.vocab_size), np.float32)
-        where = span.slots.numpy(), span.starts.numpy()
-        decode_step(self.packed, ids.numpy(), cache.k.numpy(), cache.v.numpy(), *where, logits)
+        logits = np.empty((len(ids), config.vocab_size), np.float32)
+        rows = ids.long().contiguous().numpy(), cache.k.numpy(), cache.v.numpy()
+        decode_step(self.packed, *rows, span.slots.numpy(), span.starts.numpy(), logits)
         return torch.from_numpy(logits)
 
 

@@ -55,7 +55,8 @@ def test_an_engine_computes_the_model(engine: Callable, truth: Any, name: str) -
     logits = truth(ids).logits.detach()
     np.testing.assert_allclose(found.logits(IDS), logits, rtol=0, atol=1e-4)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert found.score(IDS) == pytest.approx(float(loss), rel=1e-6)
+    if "score" in ENGINES[name].tasks:
+        assert found.score(IDS) == pytest.approx(float(loss), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", OURS_AND_TRANSFORMERS)
@@ -75,7 +76,9 @@ def test_no_id_ends_a_row(engine: Callable) -> None:
     assert ours.generate(IDS[:1], 20) == theirs.generate(IDS[:1], 20) == ids
 
 
-@pytest.mark.parametrize("name", OURS_AND_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "name", [name for name in OURS_AND_TRANSFORMERS if "train" in ENGINES[name].tasks]
+)
 def test_a_step_is_one_of_adamw(engine: Callable, truth: Any, name: str) -> None:
     trainer = engine(name, training=True)
     model = load_reference(DEMO, torch.float64)

@@ -164,6 +164,23 @@ class TestErrors:
             with pytest.raises(ContextLengthError):
                 decoder(torch.tensor([1]), cache, slot)
 
+    @pytest.mark.parametrize("ids", [[-1], [61], []])
+    def test_ids_that_are_none(self, model: GPT2, ids: list[int]) -> None:
+        cache = KVCache(model.config, 1, 2)
+        slots = torch.arange(len(ids))
+        with pytest.raises(ValueError, match="from 0 to 60"):
+            CPUDecoder(model)(torch.tensor(ids, dtype=torch.int64), cache, slots)
+        assert cache.lengths.tolist() == [0]
+
+    def test_another_cache(self, model: GPT2, small_model: Callable[..., GPT2]) -> None:
+        decoder, one = CPUDecoder(model), torch.tensor([0])
+        for cache in (
+            KVCache(small_model(n_layer=2).config, 1, 2),
+            KVCache(model.config, 1, 2, dtype=torch.bfloat16),
+        ):
+            with pytest.raises(ValueError, match="float32 cache of"):
+                decoder(one, cache, one)
+
     def test_another_model(self, model: GPT2) -> None:
         with pytest.raises(UserError, match=r"float32 model on a CPU, not torch\.bfloat16"):
             CPUDecoder(copy.deepcopy(model).bfloat16())
