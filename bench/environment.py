@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+NO_GPU = "no GPU here"
+"""Why something was not run."""
 PACKAGES = (
     "gptile",
     "torch",

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from gptile.bench.corpus import Corpus
+from gptile.bench.environment import NO_GPU
 from gptile.bench.evaluation import (
     Model,
     missing_compiler,
@@ -30,8 +31,9 @@ from gptile.bench.evaluation import (
 )
 from gptile.bench.huggingface import load_reference
 from gptile.bench.timing import interleave, peak_memory, speedup
+from gptile.bench.workloads import with_ops
 from gptile.kernels import IGNORE_INDEX, Ops
-from gptile.model.gpt2 import GPT2, default_ops
+from gptile.model.gpt2 import default_ops
 from gptile.weights.checkpoint import Checkpoint
 
 
@@ -126,7 +128,7 @@ def rungs(
     else:
         yield Skipped(name, "for documents: the windows of one text are equally long")
 
-    model = _with_ops(model, without_full_logits(model.ops))
+    model = with_ops(model, without_full_logits(model.ops))
     ours = replace(ours, models=[model])
     yield Rung("no full logits", ours)
 
@@ -153,8 +155,8 @@ def rungs(
 
     name = f"Triton kernels, {short}"
     if device.type != "cuda":
-        yield Skipped(name, "no GPU here")
-        yield Skipped("data parallel", "no GPU here; for CPUs see gptile evaluate --help")
+        yield Skipped(name, NO_GPU)
+        yield Skipped("data parallel", f"{NO_GPU}; for CPUs see gptile evaluate --help")
         return
     if default_ops(checkpoint.config, device, dtype) == Ops.torch():
         yield Skipped(name, "not for this GPU, or not for this width of model")
@@ -171,14 +173,6 @@ def rungs(
     replicas = [compiled(copy.deepcopy(model).to(device)) for device in devices]
     ours = replace(ours, models=replicas, devices=devices)
     yield Rung(f"data parallel over {len(devices)} GPUs", ours, products)
-
-
-def _with_ops(model: GPT2, ops: Ops) -> GPT2:
-    """A model of other operations on the same parameters."""
-    with torch.device("meta"):
-        other = GPT2(model.config, ops)
-    other.load_state_dict(model.state_dict(), assign=True)
-    return other.eval()
 
 
 def bound(dtype: torch.dtype) -> float:

@@ -25,28 +25,27 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from gptile.bench.checkpoints import checkpoint_directory, random_checkpoint
 from gptile.bench.decoding import Ids, Loop, Setup, padded
+from gptile.bench.environment import NO_GPU
 from gptile.bench.evaluation import missing_compiler, slowdown
 from gptile.bench.huggingface import load_reference
 from gptile.bench.matrix import (
     INTERPRETED,
     ON_GPU,
     TINY,
-    allowed_error,
     measure_matrix,
     relative_error,
 )
+from gptile.bench.parity import allowed_error
 from gptile.bench.result import Result
 from gptile.bench.timing import Timing, interleave, peak_memory, speedup
-from gptile.bench.workloads import called_operations
+from gptile.bench.workloads import called_operations, with_ops
 from gptile.kernels import Ops
 from gptile.kernels.launch import interpreting
 from gptile.model.config import GPT2Config
 from gptile.model.errors import UserError
-from gptile.model.gpt2 import GPT2, default_ops
+from gptile.model.gpt2 import default_ops
 from gptile.weights import open_checkpoint
 from gptile.weights.checkpoint import Checkpoint
-
-NO_GPU = "no GPU here"
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class _Climb:
             lambda dtype: checkpoint.load_model(dtype=dtype, device=device, ops=Ops.torch())
         )
         self._reference = functools.cache(
-            lambda dtype: load_reference(self._directory, dtype).to(device)
+            lambda dtype: load_reference(self._directory, dtype, device=device)
         )
         self._forced = self._loop(self.setup).greedy_ids()
         self._truth = self._reference_logits(Setup(dtype=torch.float64))
@@ -331,7 +330,7 @@ class _Climb:
     def _loop(self, setup: Setup) -> Loop:
         if not setup.ours:
             return Loop(setup, self._reference(setup.dtype), self._prompts, self._n_new)
-        model = _with_ops(self._weights(setup.dtype), setup.ops)
+        model = with_ops(self._weights(setup.dtype), setup.ops)
         if setup.compiled:
             model.compile()
         return Loop(setup, model, self._prompts, self._n_new)
@@ -340,7 +339,7 @@ class _Climb:
     def _reference_logits(self, setup: Setup) -> Tensor:
         """Transformers' for :meth:`Loop.forced_logits`, each sequence computed at once, in the
         batches and dtype of a setup: products of other sizes round otherwise."""
-        model = load_reference(self._directory, setup.dtype).to(self._device)
+        model = load_reference(self._directory, setup.dtype, device=self._device)
         found = [torch.empty(0)] * len(self._prompts)
         for batch in Loop(setup, model, self._prompts, self._n_new).batches():
             rows = [self._prompts[prompt] + self._forced[prompt][:-1] for prompt in batch]
@@ -348,14 +347,6 @@ class _Climb:
             for prompt, row, row_logits in zip(batch, rows, logits, strict=True):
                 found[prompt] = row_logits[len(row) - self._n_new : len(row)].clone()
         return torch.stack(found)
-
-
-def _with_ops(model: GPT2, ops: Ops) -> GPT2:
-    """The same weights, not copied, under other operations."""
-    with torch.device("meta"):
-        other = GPT2(model.config, ops)
-    other.load_state_dict(model.state_dict(), assign=True)
-    return other.eval()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gptile.bench.environment import NO_GPU
 from gptile.bench.huggingface import load_reference
-from gptile.bench.parity import ALLOWED_RATIO
+from gptile.bench.parity import allowed_error
 from gptile.bench.timing import Timing, interleave, speedup
 from gptile.bench.workloads import (
     TASKS,
@@ -46,7 +47,7 @@ TINY = GPT2Config(
     eos_token_id=0,
 )
 PLAIN, OURS = "all PyTorch", "all Triton"
-NO_TIMES = "no GPU here: no times"
+NO_TIMES = f"{NO_GPU}: no times"
 
 
 class Sizes(NamedTuple):
@@ -141,7 +142,7 @@ def _row(
 def _reference(
     directory: Path, dtype: torch.dtype, ids: Tensor, sizes: Sizes
 ) -> dict[str, Outcome]:
-    return reference_outcomes(load_reference(directory, dtype).to(ids.device), ids, sizes.steps)
+    return reference_outcomes(load_reference(directory, dtype, device=ids.device), ids, sizes.steps)
 
 
 def _judge(
@@ -169,11 +170,6 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     """``||value - truth|| / ||truth||``, in fp64."""
     scale = float(truth.double().norm()) or 1.0
     return float((value.double() - truth.double()).norm()) / scale
-
-
-def allowed_error(reference_error: float, dtype: torch.dtype) -> float:
-    """The numerics policy: see :mod:`gptile.bench.parity`."""
-    return ALLOWED_RATIO * reference_error + torch.finfo(dtype).eps / 2
 
 
 def _with_ops(model: GPT2, ops: Ops, run: Callable[[], T]) -> Callable[[], T]:

@@ -29,6 +29,7 @@ import torch
 
 from gptile.bench.checkpoints import RANDOM, checkpoint_directory
 from gptile.bench.engines import GENERATION, Choice, Ids, Setup, missing
+from gptile.bench.environment import NO_GPU
 from gptile.bench.model_checks import CHECKED, Check, References, Size, no_room
 from gptile.bench.model_plan import Plan, fit
 from gptile.bench.peaks import Peaks, measure_peaks
@@ -106,7 +107,7 @@ def _notes(source: str, plan: Plan) -> list[str]:
     if source.startswith(RANDOM):
         notes.append(f"{source} has random weights: its speed is GPT-2's, its text is noise")
     if plan.device == "cpu":
-        notes.append("no GPU here: gptile runs on PyTorch's operations, as gptile-torch does")
+        notes.append(f"{NO_GPU}: gptile runs on PyTorch's operations, as gptile-torch does")
     load = os.getloadavg()[0]
     if load > 0.5:
         notes.append(

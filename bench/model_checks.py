@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from gptile.bench.engines import REFERENCE, Choice, Ids, Setup
-from gptile.bench.parity import ALLOWED_RATIO
+from gptile.bench.parity import allowed_error
 from gptile.bench.workers import Worker, WorkerError
 from gptile.model.errors import UserError
 
@@ -158,7 +158,7 @@ class References:
         same = float(np.mean(logits.argmax(-1) == self._logits.argmax(-1)))
         reference_error = self._errors.get(choice.precision, (None,))[0]
         if choice.ours and reference_error is not None:
-            allowed, least = _policy(reference_error, choice.precision), 0.0
+            allowed, least = allowed_error(reference_error, _dtype(choice)), 0.0
         else:
             allowed, least = BOUNDS[choice.precision]
         # Written so that NaN is not ok.
@@ -170,8 +170,8 @@ class References:
         error = self._loss_error(losses)
         reference_error = self._trained_errors[choice.precision]
         # How much less than a step a few numbers are off is luck.
-        step: float = torch.finfo(getattr(torch, choice.precision)).eps
-        allowed = _policy(max(reference_error, step), choice.precision)
+        dtype = _dtype(choice)
+        allowed = allowed_error(max(reference_error, torch.finfo(dtype).eps), dtype)
         return Check(error, reference_error, allowed, 0.0, None, error <= allowed)
 
     def loss_bound(self, check: Check) -> float:
@@ -209,7 +209,6 @@ class References:
             raise UserError(f"{what}, failed: {error}") from None
 
 
-def _policy(reference_error: float, precision: str) -> float:
-    """Parity's bound on an error of ours."""
-    step: float = torch.finfo(getattr(torch, precision)).eps
-    return ALLOWED_RATIO * reference_error + step / 2
+def _dtype(choice: Choice) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, choice.precision)
+    return dtype

@@ -241,7 +241,7 @@ def compare(
             run = run_ours(ours, recorder, inputs)
             for subject, error in _errors(run, truth, inputs):
                 references = {one: errors[one][subject].relative for one in REFERENCES}
-                allowed = _allowed(subject, references.values(), torch.finfo(dtype).eps / 2)
+                allowed = _allowed(subject, references.values(), dtype)
                 if subject.quantity == "loss":
                     allowed += loss_rounding
                 found.lines.append(Line(subject, name, label, error, references, allowed))
@@ -264,13 +264,18 @@ def _notes(inputs: Inputs, dtypes: Sequence[torch.dtype], context_is_full: bool)
     return notes
 
 
-def _allowed(subject: Subject, references: Iterable[float], half_step: float) -> float:
+def allowed_error(reference_error: float, dtype: torch.dtype) -> float:
+    """The numerics policy: how far ours may be off where transformers is so far off."""
+    return ALLOWED_RATIO * reference_error + torch.finfo(dtype).eps / 2
+
+
+def _allowed(subject: Subject, references: Iterable[float], dtype: torch.dtype) -> float:
     # In fp16 eager attention may overflow where sdpa does not: then it is no measure.
-    bound = ALLOWED_RATIO * max((e for e in references if not math.isnan(e)), default=math.nan)
+    theirs = max((e for e in references if not math.isnan(e)), default=math.nan)
     if subject.section == "greedy":
-        return bound
+        return ALLOWED_RATIO * theirs
     # Two results that are each so far off, independently of each other, differ by so much more.
-    return (bound + half_step) * (math.sqrt(2) if subject.section == "consistency" else 1)
+    return allowed_error(theirs, dtype) * (math.sqrt(2) if subject.section == "consistency" else 1)
 
 
 def _loss_rounding(truth: Run, inputs: Inputs) -> float:

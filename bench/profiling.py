@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gptile.bench.checkpoints import checkpoint_directory
+from gptile.bench.environment import NO_GPU
 from gptile.bench.result import Result, save_record
 from gptile.bench.workloads import use_ops, workload, wrap_ops
 from gptile.kernels import Ops
@@ -27,7 +28,6 @@ from gptile.model.gpt2 import GPT2
 from gptile.weights import open_checkpoint
 from gptile.weights.save import atomic_directory
 
-NO_GPU = "no GPU here"
 NOTES = [
     "recording slows short operations most: trust shares more than times",
     "an operation's memory is what it allocated less what it freed; over time, all tensors' "

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptile.bench.environment import NO_GPU
 from gptile.bench.operations import OPERATIONS
 from gptile.kernels.launch import interpreting
 
@@ -42,7 +43,7 @@ class Provider:
     def missing(self, device: torch.device) -> str | None:
         """Why it cannot run here, if so."""
         if self.needs_gpu and device.type != "cuda":
-            return "no GPU here"
+            return NO_GPU
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if self.package == "triton" and interpreting():

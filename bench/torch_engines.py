@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gptile.bench.engines import Ids, Setup
-from gptile.bench.huggingface import import_transformers
+from gptile.bench.huggingface import import_transformers, load_reference
 from gptile.kernels import Ops
-from gptile.model.generation import generate
+from gptile.model.generation import DecodeStep, generate
+from gptile.model.gpt2 import GPT2
 from gptile.model.kv_cache import KVCache
 from gptile.model.sampling import SamplingParams
 from gptile.weights import open_checkpoint
@@ -97,19 +98,14 @@ class Gptile(_Model):
         return loss
 
     def generate(self, prompts: Ids, n_new: int) -> Ids:
-        params = SamplingParams(max_new_tokens=n_new, temperature=0, stop_token_ids=())
-        return [completion.ids for completion in generate(self.model, prompts, params)]
+        return _greedy_ids(self.model, prompts, n_new)
 
-    @torch.inference_mode()
     def logits(self, ids: Ids) -> Any:
-        """Half of the ids as a prompt, the others one by one."""
-        inputs = self.tensor(ids)
-        n_rows, n_tokens = inputs.shape
-        cache = KVCache(self.model.config, n_rows, n_tokens, dtype=self.dtype, device=self.device)
-        half = n_tokens // 2
-        pieces = inputs.split([half, *[1] * (n_tokens - half)], dim=1)
-        parts = [self.model(piece, cache=cache).logits for piece in pieces]
-        return _array(torch.cat(parts, 1))
+        def step(ids: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+            logits: Tensor = self.model(ids[:, None], cache=cache, slots=slots).logits[:, 0]
+            return logits
+
+        return _cached_logits(self.model, self.tensor(ids), step)
 
 
 class GptileFast:
@@ -125,21 +121,27 @@ class GptileFast:
         self.cache_bytes = 4
 
     def generate(self, prompts: Ids, n_new: int) -> Ids:
-        params = SamplingParams(max_new_tokens=n_new, temperature=0, stop_token_ids=())
-        found = generate(self.model, prompts, params, decode_step=self.decode_step)
-        return [completion.ids for completion in found]
+        return _greedy_ids(self.model, prompts, n_new, self.decode_step)
 
-    @torch.inference_mode()
     def logits(self, ids: Ids) -> Any:
-        """Half of the ids as a prompt, the others one by one."""
-        inputs = torch.tensor(ids)
-        n_rows, n_tokens = inputs.shape
-        cache = KVCache(self.model.config, n_rows, n_tokens)
-        half = n_tokens // 2
-        prompt = self.model(inputs[:, :half], cache=cache).logits
-        slots = torch.arange(n_rows)
-        steps = [self.decode_step(column, cache, slots) for column in inputs[:, half:].T]
-        return _array(torch.cat([prompt, torch.stack(steps, 1)], 1))
+        return _cached_logits(self.model, torch.tensor(ids), self.decode_step)
+
+
+def _greedy_ids(model: GPT2, prompts: Ids, n_new: int, step: DecodeStep | None = None) -> Ids:
+    params = SamplingParams(max_new_tokens=n_new, temperature=0, stop_token_ids=())
+    return [completion.ids for completion in generate(model, prompts, params, decode_step=step)]
+
+
+@torch.inference_mode()
+def _cached_logits(model: GPT2, ids: Tensor, step: DecodeStep) -> Any:
+    """Half of the ids as a prompt, the others one by one."""
+    n_rows, n_tokens = ids.shape
+    weight, half = model.wte.weight, n_tokens // 2
+    cache = KVCache(model.config, n_rows, n_tokens, dtype=weight.dtype, device=weight.device)
+    prompt = model(ids[:, :half], cache=cache).logits
+    slots = torch.arange(n_rows, device=ids.device)
+    steps = [step(column, cache, slots) for column in ids[:, half:].T]
+    return _array(torch.cat([prompt, torch.stack(steps, 1)], 1))
 
 
 class Transformers(_Model):
@@ -167,16 +169,7 @@ class Transformers(_Model):
             self.settings = {"cache_implementation": "static", "compile_config": config}
 
     def _load(self, setup: Setup, dtype: torch.dtype) -> Any:
-        # The flag forces fp32 scores, the same function but for rounding; in fp64 it only fails.
-        exact = {"reorder_and_upcast_attn": False} if dtype == torch.float64 else {}
-        model = self.transformers.GPT2LMHeadModel.from_pretrained(
-            setup.source,
-            dtype=dtype,
-            attn_implementation=self.attention,
-            local_files_only=True,
-            **exact,
-        )
-        return model.eval().to(self.device)
+        return load_reference(setup.source, dtype, self.attention, self.device)
 
     def loss(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.model(ids, labels=ids, use_cache=False).loss

@@ -147,6 +147,14 @@ def use_ops(model: GPT2, ops: Callable[[int | None], Ops]) -> None:
         block.ops = block.attn.ops = block.mlp.ops = ops(layer)
 
 
+def with_ops(model: GPT2, ops: Ops) -> GPT2:
+    """A model in evaluation mode on the same parameters, not copied, under other operations."""
+    with torch.device("meta"):
+        other = GPT2(model.config, ops)
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other.eval()
+
+
 def wrap_ops(ops: Ops, wrap: Callable[[str, Callable], Callable]) -> Ops:
     """Every operation replaced by ``wrap(name, operation)``."""
     names = [field.name for field in dataclasses.fields(ops)]

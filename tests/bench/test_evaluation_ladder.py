@@ -14,6 +14,7 @@ from gptile.bench.evaluation import window_sums, without_full_logits
 from gptile.bench.evaluation_ladder import Rung, Skipped, bound, climb, naive_loop, rungs
 from gptile.bench.huggingface import load_reference
 from gptile.bench.result import Result
+from gptile.bench.workloads import with_ops
 from gptile.kernels import Ops
 from gptile.model.gpt2 import GPT2
 from gptile.weights import open_checkpoint, save_checkpoint
@@ -134,7 +135,7 @@ def test_a_rung_of_other_operations_shares_the_weights(
     small_model: Callable[..., GPT2],
 ) -> None:
     model = small_model()
-    other = evaluation_ladder._with_ops(model, Ops.triton())
+    other = with_ops(model, Ops.triton())
     assert other.ops == Ops.triton()
     assert not other.training
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):

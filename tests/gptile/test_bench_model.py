@@ -16,7 +16,7 @@ from gptile.model.gpt2 import GPT2
 from gptile.weights import save_checkpoint
 
 SMALL = (
-    "--task prefill --task decode --batch 2 --prompt-tokens 6 --new-tokens 5 --rounds 2 --threads 1"
+    "--task prefill --task decode --batch 2 --prompt-tokens 6 --new-tokens 20 --rounds 2 --threads 1"
 ).split()
 
 
@@ -105,7 +105,9 @@ def test_the_real_thing(bench: Callable, small_model: Callable[..., GPT2], tmp_p
         ("transformers-sdpa", "decode"),
     ]
     for found in record["rows"]:
-        assert found["ok"]
+        if found.get("skipped", "").startswith("too noisy"):
+            continue  # what the machine does meanwhile is no fault of the command
+        assert found["ok"], found
         assert len(found["seconds"]) == 2
         assert found["equal_ids"] == 1
         if sys.platform == "linux":
