@@ -16,7 +16,8 @@ from gptile.model.gpt2 import GPT2
 from gptile.weights import save_checkpoint
 
 SMALL = (
-    "--task prefill --task decode --batch 2 --prompt-tokens 6 --new-tokens 20 --rounds 2 --threads 1"
+    "--task prefill --task decode --batch 2 --prompt-tokens 6 --new-tokens 20 "
+    "--rounds 2 --threads 1"
 ).split()
 
 
