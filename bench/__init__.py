@@ -1,2 +1,1 @@
-"""Comparison with Hugging Face transformers, which no other room imports; kernels compiled and
-counted without a GPU."""
+"""Parity, benchmarks, scores and their report; kernels compiled and counted without a GPU."""
