@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gptile.kernels.jit import HAS_TRITON, triton
-from gptile.kernels.launch import compile_only, interpreting
+from gptile.kernels.launch import interpreting, launching_by
 from gptile.model.errors import UserError
 
 
@@ -115,14 +115,24 @@ class _StandInDriver:
 
 
 @contextmanager
-def _compiling_for(target: Target) -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
+def compiling_for(name: str) -> Iterator[Target]:
+    """Within it Triton's JIT compiles for the target of that name.
+
+    Raises:
+        UserError: for an unknown target, without Triton, or under TRITON_INTERPRET, which compiles
+            nothing.
+    """
+    target = find_target(name)
+    if not HAS_TRITON:
+        raise UserError("Triton is not installed, so nothing is compiled; pip install triton")
+    if interpreting():
+        raise UserError("TRITON_INTERPRET is set, so nothing is compiled; unset it")
     from triton.runtime import driver
 
     before = driver._active
     driver.set_active(_StandInDriver(target))
     try:
-        with compile_only() as kernels:
-            yield kernels
+        yield target
     finally:
         driver._active = before
 
@@ -146,29 +156,30 @@ def compile_launches(name: str, launches: Callable[[], Any]) -> list[Compiled]:
         launches: calls launchers on meta tensors.
 
     Raises:
-        UserError: for an unknown target, without Triton, or under TRITON_INTERPRET, which compiles
-            nothing.
+        UserError: as :func:`compiling_for`.
     """
-    target = find_target(name)
-    if not HAS_TRITON:
-        raise UserError("Triton is not installed, so nothing is compiled; pip install triton")
-    if interpreting():
-        raise UserError("TRITON_INTERPRET is set, so nothing is compiled; unset it")
-    with _compiling_for(target) as kernels:
+    kernels: list[tuple[Any, tuple[int, ...]]] = []
+
+    def compile_one(kernel: Any, grid: tuple[int, ...], args: Any, options: Any) -> None:
+        kernels.append((kernel.warmup(*args, grid=grid, **options), grid))
+
+    with compiling_for(name) as target, launching_by(compile_one):
         launches()
+    return [read_kernel(target, kernel, grid) for kernel, grid in kernels]
+
+
+def read_kernel(target: Target, kernel: Any, grid: tuple[int, ...]) -> Compiled:
+    """What one of Triton's CompiledKernels, made for that target, is."""
     read = _nvidia_resources if target.backend == "cuda" else _amd_resources
-    return [
-        Compiled(
-            kernel.metadata.name,
-            grid,
-            kernel.metadata.num_warps,
-            *read(kernel),
-            kernel.metadata.shared,
-            _products(kernel),
-            kernel.asm,
-        )
-        for kernel, grid in kernels
-    ]
+    return Compiled(
+        kernel.metadata.name,
+        grid,
+        kernel.metadata.num_warps,
+        *read(kernel),
+        kernel.metadata.shared,
+        _products(kernel),
+        kernel.asm,
+    )
 
 
 def _products(kernel: Any) -> str:

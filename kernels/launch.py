@@ -54,38 +54,29 @@ def example(*size: int, dtype: torch.dtype, device: torch.device | str) -> torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels compute with."""
 
-_compiled: ContextVar[list[tuple[Any, tuple[int, ...]]] | None] = ContextVar(
-    "compiled", default=None
-)
+Launcher: TypeAlias = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], object]
+"""Takes a kernel, its grid, its arguments and its options (constants and launch options)."""
 
-_host_only: ContextVar[bool] = ContextVar("host_only", default=False)
+_launcher: ContextVar[Launcher | None] = ContextVar("launcher", default=None)
 
 
 @contextmanager
-def compile_only() -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
-    """Within it launchers take meta tensors, and compile their kernels instead of running them.
-
-    Yields:
-        the list that each CompiledKernel and its grid are appended to, in the order of the
-        launches.
-    """
-    kernels: list[tuple[Any, tuple[int, ...]]] = []
-    token = _compiled.set(kernels)
+def launching_by(launcher: Launcher) -> Iterator[None]:
+    """Within it each launch is a call of ``launcher``, and no kernel runs: tensors may lie on any
+    device and need no values, and outputs hold anything."""
+    token = _launcher.set(launcher)
     try:
-        yield kernels
+        yield
     finally:
-        _compiled.reset(token)
+        _launcher.reset(token)
 
 
 @contextmanager
 def host_only() -> Iterator[None]:
-    """Within it launchers take CPU tensors and stop short of the launch: what is left of a call is
-    what the wrapper costs the host, without Triton's own part. Outputs hold anything."""
-    token = _host_only.set(True)
-    try:
+    """Within it launchers stop short of the launch: what is left of a call is what the wrapper
+    costs the host, without Triton's own part."""
+    with launching_by(lambda *launch: None):
         yield
-    finally:
-        _host_only.reset(token)
 
 
 def interpreting() -> bool:
@@ -110,7 +101,7 @@ def check_inputs(*tensors: torch.Tensor, indices: Iterable[torch.Tensor | None] 
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise TypeError(f"a kernel takes float32, float16 or bfloat16, not {tensor.dtype}")
-        if tensor.device.type == "cpu" and not (interpreting() or _host_only.get()):
+        if tensor.device.type == "cpu" and not (interpreting() or _launcher.get()):
             raise TypeError(
                 "a Triton kernel cannot run on CPU tensors: it needs a GPU, or TRITON_INTERPRET=1 "
                 "in the environment before Python starts"
@@ -168,11 +159,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Triton launches on the current CUDA device whatever its arguments are, hence the guard.
     """
-    if _host_only.get():
-        return
-    compiled = _compiled.get()
-    if compiled is not None:
-        compiled.append((kernel.warmup(*args, grid=grid, **options), grid))
+    launcher = _launcher.get()
+    if launcher is not None:
+        launcher(kernel, grid, args, options)
     elif args[0].is_cuda:
         with torch.cuda.device(args[0].device):
             kernel[grid](*args, **options)
