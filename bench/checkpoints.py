@@ -10,6 +10,7 @@ import torch
 from gptile.model.config import PRESETS, GPT2Config
 from gptile.model.errors import UserError
 from gptile.model.gpt2 import GPT2
+from gptile.model.tokenizer import NoTokenizerError, Tokenizer
 from gptile.weights import open_checkpoint
 from gptile.weights.files import find_checkpoint
 from gptile.weights.save import save_checkpoint
@@ -34,13 +35,33 @@ def checkpoint_directory(source: str, revision: str | None = None) -> Iterator[P
             )
         yield files.directory
         return
+    with random_checkpoint(_preset(source)) as directory:
+        yield directory
+
+
+def _preset(source: str) -> GPT2Config:
     config = PRESETS.get(source.removeprefix(RANDOM))
     if config is None:
         raise UserError(
             f"{source}: random models are {', '.join(RANDOM + name for name in PRESETS)}"
         )
-    with random_checkpoint(config) as directory:
-        yield directory
+    return config
+
+
+def read_sizes(source: str, revision: str | None = None) -> tuple[GPT2Config, Tokenizer | None]:
+    """The config of a checkpoint, and its tokeniser if it has one, without its weights; of
+    ``random:gpt2`` too.
+
+    Raises:
+        UserError: if there is no such checkpoint.
+    """
+    if source.startswith(RANDOM):
+        return _preset(source), None
+    checkpoint = open_checkpoint(source, revision)
+    try:
+        return checkpoint.config, checkpoint.load_tokenizer()
+    except NoTokenizerError:
+        return checkpoint.config, None
 
 
 @contextmanager

@@ -22,7 +22,9 @@ from gptile.kernels.launch import Launcher, launching_by
 from gptile.model.config import GPT2Config
 from gptile.model.generation import stream
 from gptile.model.gpt2 import GPT2
+from gptile.model.kv_cache import KVCache
 from gptile.model.sampling import SamplingParams
+from gptile.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,35 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def generation(
-    model: GPT2, n_rows: int, n_tokens: int, max_new_tokens: int | None, *, penalty: float = 1.0
+    model: GPT2,
+    n_rows: int,
+    n_tokens: int,
+    max_new_tokens: int | None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    penalty: float = 1.0,
 ) -> Iterator[None]:
     """Generate from ``n_rows`` prompts of ``n_tokens`` each, stopping whenever each row has got a
     token: after the prompt, then after each decode step.
 
     Args:
         max_new_tokens: None for all that the context has room for; the cache is as long as needed.
+        tokenizer: without it the whole vocabulary is drawn from.
         penalty: on repetition; 1 is none.
     """
     params = SamplingParams(
         max_new_tokens=max_new_tokens, repetition_penalty=penalty, stop_token_ids=(), seed=0
     )
-    events = stream(model, [[0] * n_tokens] * n_rows, params)
+    events = stream(model, [[0] * n_tokens] * n_rows, params, tokenizer=tokenizer)
     while list(islice(events, n_rows)):
         yield
+
+
+@torch.inference_mode()
+def chunk(model: GPT2, n_tokens: int, n_slots: int, max_len: int) -> None:
+    """A row of ``n_tokens`` against an empty cache of that size, and its last logits."""
+    cache = KVCache(model.config, n_slots, max_len, dtype=model.wte.weight.dtype)
+    model(torch.zeros(1, n_tokens, dtype=torch.int64), cache=cache, logits_for="last")
 
 
 @torch.inference_mode()

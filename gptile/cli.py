@@ -16,6 +16,7 @@ import gptile
 from gptile.benchmarks import bench
 from gptile.checks import doctor, inspect
 from gptile.comparing import parity
+from gptile.compiling import compile_command
 from gptile.console import (
     DTYPES,
     device_option,
@@ -365,5 +366,5 @@ def train(
     click.echo(f"{out}: step {state.step}, best validation loss {best}")
 
 
-for _command in (doctor, parity, inspect, bench, evaluate):
+for _command in (doctor, parity, inspect, bench, evaluate, compile_command):
     cli.add_command(_command)
