@@ -72,16 +72,25 @@ class KVCache:
         n_slots = len(self.lengths)
         if len(set(listed)) < len(listed) or not all(0 <= slot < n_slots for slot in listed):
             raise ValueError(f"slots must be distinct and from 0 to {n_slots - 1}, got {listed}")
-        slots = slots.to(self.lengths)
-        span = KVSpan(slots, self.lengths[slots], counts.to(self.lengths))
-        ends = span.starts + span.counts
-        if (overflow := ends > self.max_len).any():
+        slots, counts = slots.to(self.lengths), counts.to(self.lengths)
+        starts = self.lengths.index_select(0, slots)
+        if (overflow := starts + counts > self.max_len).any():
             row = int(overflow.nonzero()[0])
             raise ContextLengthError(
-                f"slot {int(span.slots[row])} holds {int(span.starts[row])} of {self.max_len} "
-                f"tokens and has no room for {int(span.counts[row])} more"
+                f"slot {int(slots[row])} holds {int(starts[row])} of {self.max_len} "
+                f"tokens and has no room for {int(counts[row])} more"
             )
-        self.lengths[slots] = ends
+        return self.advance(slots, counts)
+
+    def advance(self, slots: Tensor, counts: Tensor) -> KVSpan:
+        """:meth:`append` unchecked: two operations on the device, in place, nothing read back.
+
+        For a step captured in a CUDA graph, where the host has checked before that the slots are
+        distinct and have room for every replay to come. ``slots`` and ``counts`` are int32 on the
+        cache's device, and the span refers to them.
+        """
+        span = KVSpan(slots, self.lengths.index_select(0, slots), counts)
+        self.lengths.index_add_(0, slots, counts)
         return span
 
     def truncate(self, slot: int, length: int) -> None:

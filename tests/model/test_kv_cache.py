@@ -89,6 +89,31 @@ def test_overflow_is_refused_before_anything_is_written(model: GPT2) -> None:
         model(torch.randint(61, (2, 2)), cache=cache)  # 8 of 8 fits
 
 
+def test_an_unchecked_advance_is_an_append(model: GPT2) -> None:
+    caches = poisoned(model, 3), poisoned(model, 3)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    for counts in ([5, 1], [1, 1], [2, 8]):
+        given = torch.tensor(counts, dtype=torch.int32)
+        spans = caches[0].advance(slots, given), caches[1].append(slots.long(), given.long())
+        for name in ("slots", "starts", "counts"):
+            got, expected = (getattr(span, name) for span in spans)
+            assert got.dtype == expected.dtype == torch.int32
+            assert got.tolist() == expected.tolist()
+        assert caches[0].lengths.tolist() == caches[1].lengths.tolist()
+    assert caches[0].lengths.tolist() == [10, 0, 8]
+
+
+def test_an_advance_reads_nothing_back(model: GPT2) -> None:
+    """As on a device that cannot be asked: a meta tensor has no values to read."""
+    cache = KVCache(model.config, 3, 8, device="meta")
+    slots = torch.zeros(2, dtype=torch.int32, device="meta")
+    lengths = cache.lengths
+    assert cache.advance(slots, slots).starts.shape == (2,)
+    assert cache.lengths is lengths, "a graph would go on with the old tensor"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        cache.append(slots, slots)
+
+
 def test_padding_past_the_end_of_the_context_is_harmless(model: GPT2) -> None:
     # Row 0 has one token to go before the context ends, row 1 brings five.
     ids = torch.randint(61, (2, 32))
