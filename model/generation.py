@@ -7,7 +7,7 @@ together fit the model's ``n_positions``, or the request is refused before anyth
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from gptile.model.gpt2 import GPT2
 from gptile.model.kv_cache import ContextLengthError, KVCache
 from gptile.model.sampling import SamplingBatch, SamplingParams, is_id, sample_seeds
 from gptile.model.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from gptile.model.speculative import Speculation
 
 PREFILL_CHUNK = 512
 """Prompt tokens a row and forward pass: bounds the memory that a long prompt's activations take."""
@@ -91,6 +94,7 @@ def generate(
     *,
     tokenizer: Tokenizer | None = None,
     decode_step: DecodeStep | None = None,
+    speculate: "Speculation | None" = None,
 ) -> list[Completion]:
     """Continue one prompt or several, as one batch; each comes out as if it were alone.
 
@@ -100,6 +104,8 @@ def generate(
         params: for all prompts, or one per prompt.
         tokenizer: needed for text in, text out and stop strings.
         decode_step: computes the steps after the prompts in place of the model.
+        speculate: drafts tokens, so that a pass of the model may yield several; the same text. Not
+            with a ``decode_step``, which computes one token a row.
 
     Returns:
         The samples, by prompt and then by sample.
@@ -109,7 +115,7 @@ def generate(
         UserError: for a prompt or parameter that cannot be used.
     """
     rows = _build_rows(model, prompts, params, tokenizer)
-    for _ in _run(model, rows, _usable_vocab(model.config, tokenizer), decode_step):
+    for _ in _events(model, rows, tokenizer, decode_step, speculate):
         pass
     return [row.completion() for row in rows]
 
@@ -121,13 +127,14 @@ def stream(
     *,
     tokenizer: Tokenizer | None = None,
     decode_step: DecodeStep | None = None,
+    speculate: "Speculation | None" = None,
 ) -> Iterator[TokenEvent]:
     """:func:`generate`, token by token: the events of one step come in the order of the rows.
 
     Bad input raises here, before the first event is asked for.
     """
     rows = _build_rows(model, prompts, params, tokenizer)
-    return _run(model, rows, _usable_vocab(model.config, tokenizer), decode_step)
+    return _events(model, rows, tokenizer, decode_step, speculate)
 
 
 def token_budget(n_prompt: int, max_new_tokens: int | None, n_positions: int) -> int:
@@ -151,7 +158,7 @@ def token_budget(n_prompt: int, max_new_tokens: int | None, n_positions: int) ->
 
 
 @dataclass
-class _Row:
+class Row:
     """One sample being generated; its index in the batch is its cache slot."""
 
     prompt_index: int
@@ -205,7 +212,7 @@ def _build_rows(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     tokenizer: Tokenizer | None,
-) -> list[_Row]:
+) -> list[Row]:
     if model.training:
         raise ValueError("the model is in training mode, where dropout acts; call model.eval()")
     config = model.config
@@ -224,7 +231,7 @@ def _build_rows(
             raise UserError("stop strings need a tokeniser")
         stop_ids = config.eos_token_ids if p.stop_token_ids is None else p.stop_token_ids
         rows += [
-            _Row(
+            Row(
                 prompt_index=index,
                 sample_index=sample,
                 prompt=ids,
@@ -284,23 +291,32 @@ def _usable_vocab(config: GPT2Config, tokenizer: Tokenizer | None) -> int:
     return config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.n_vocab)
 
 
+def _events(
+    model: GPT2,
+    rows: list[Row],
+    tokenizer: Tokenizer | None,
+    decode_step: DecodeStep | None,
+    speculate: "Speculation | None",
+) -> Iterator[TokenEvent]:
+    """Fill in the rows, yielding an event per token; bad input raises before the first."""
+    n_vocab = _usable_vocab(model.config, tokenizer)
+    if speculate is None:
+        return _run(model, rows, n_vocab, decode_step)
+    if decode_step is not None:
+        raise UserError(
+            "a decode_step computes one token a row and cannot check several: leave out it or "
+            "speculate (a draft model may have one of its own)"
+        )
+    speculate.check(model, rows, tokenizer)
+    return speculate.run(model, rows, n_vocab)
+
+
 @torch.inference_mode()
 def _run(
-    model: GPT2, rows: list[_Row], n_vocab: int, decode_step: DecodeStep | None
+    model: GPT2, rows: list[Row], n_vocab: int, decode_step: DecodeStep | None
 ) -> Iterator[TokenEvent]:
-    """Fill in the rows, yielding an event per token."""
     weight = model.wte.weight
-    # The last token of a row is never fed back.
-    max_len = max(len(row.prompt) + row.budget - 1 for row in rows)
-    cache = KVCache(model.config, len(rows), max_len, dtype=weight.dtype, device=weight.device)
-    batch = SamplingBatch.build(
-        [row.params for row in rows],
-        [row.seed for row in rows],
-        [row.prompt for row in rows],
-        n_vocab,
-        weight.device,
-    )
-    logits = _prefill(model, cache, rows)
+    cache, batch, logits = prepare(model, rows, n_vocab)
     slots = torch.arange(len(rows), device=weight.device)
     positions = torch.tensor([len(row.prompt) for row in rows], device=weight.device)
     while rows:
@@ -309,11 +325,7 @@ def _run(
         for index, (row, id, logprob) in enumerate(
             zip(rows, ids.tolist(), logprobs.tolist(), strict=True)
         ):
-            if math.isnan(logprob):
-                raise UserError(
-                    f"the model's logits are NaN or infinite in {weight.dtype}: "
-                    + ("use float32" if weight.dtype.itemsize < 4 else "its weights are damaged")
-                )
+            check_logprob(logprob, weight.dtype)
             yield row.push(id, logprob)
             if row.finish_reason is None:
                 running.append(index)
@@ -332,26 +344,60 @@ def _run(
             positions = positions + 1
 
 
-def _prefill(model: GPT2, cache: KVCache, rows: list[_Row]) -> Tensor:
-    """Compute each prompt once, in chunks; the logits after it, ``[len(rows), V]``."""
-    device = model.wte.weight.device
-    logits: dict[int, Tensor] = {}
+def prepare(model: GPT2, rows: list[Row], n_vocab: int) -> tuple[KVCache, SamplingBatch, Tensor]:
+    """A cache with the rows' prompts in it, their parameters, and the logits after the prompts,
+    ``[len(rows), V]``."""
+    weight = model.wte.weight
+    # The last token of a row is never fed back.
+    max_len = max(len(row.prompt) + row.budget - 1 for row in rows)
+    cache = KVCache(model.config, len(rows), max_len, dtype=weight.dtype, device=weight.device)
+    batch = SamplingBatch.build(
+        [row.params for row in rows],
+        [row.seed for row in rows],
+        [row.prompt for row in rows],
+        n_vocab,
+        weight.device,
+    )
+    # Each prompt is computed once.
     firsts = [slot for slot, row in enumerate(rows) if row.sample_index == 0]
-    for start in range(0, max(len(row.prompt) for row in rows), PREFILL_CHUNK):
-        slots = [slot for slot in firsts if len(rows[slot].prompt) > start]
-        chunks = [rows[slot].prompt[start : start + PREFILL_CHUNK] for slot in slots]
-        width = max(map(len, chunks))
-        ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
-        lengths = torch.tensor([len(chunk) for chunk in chunks], device=device)
-        last = _last_logits(model, ids, cache, torch.tensor(slots, device=device), lengths)
-        # A row's entry is overwritten until its prompt ends.
-        logits.update(zip(slots, last, strict=True))
+    last = feed(model, cache, firsts, [rows[slot].prompt for slot in firsts])
+    logits = dict(zip(firsts, last, strict=True))
     for slot, row in enumerate(rows):
         if row.sample_index > 0:
             first = slot - row.sample_index
             cache.copy(first, slot)
             logits[slot] = logits[first]
-    return torch.stack([logits[slot] for slot in range(len(rows))])
+    return cache, batch, torch.stack([logits[slot] for slot in range(len(rows))])
+
+
+def feed(model: GPT2, cache: KVCache, slots: list[int], texts: list[list[int]]) -> Tensor:
+    """Append a text to each of the slots, in chunks; the logits after it, ``[len(slots), V]``."""
+    device = model.wte.weight.device
+    logits: dict[int, Tensor] = {}
+    for start in range(0, max(map(len, texts)), PREFILL_CHUNK):
+        rest = [(slot, text) for slot, text in zip(slots, texts, strict=True) if len(text) > start]
+        chunks = [text[start : start + PREFILL_CHUNK] for _, text in rest]
+        width = max(map(len, chunks))
+        ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=device)
+        lengths = torch.tensor([len(chunk) for chunk in chunks], device=device)
+        where = [slot for slot, _ in rest]
+        last = _last_logits(model, ids, cache, torch.tensor(where, device=device), lengths)
+        # A slot's entry is overwritten until its text ends.
+        logits.update(zip(where, last, strict=True))
+    return torch.stack([logits[slot] for slot in slots])
+
+
+def check_logprob(logprob: float, dtype: torch.dtype, whose: str = "model") -> None:
+    """Refuse a draw from logits that are no numbers.
+
+    Raises:
+        UserError: for NaN.
+    """
+    if math.isnan(logprob):
+        raise UserError(
+            f"the {whose}'s logits are NaN or infinite in {dtype}: "
+            + ("use float32" if dtype.itemsize < 4 else "its weights are damaged")
+        )
 
 
 def _last_logits(

@@ -217,6 +217,13 @@ class Tokenizer:
                 f"token id {id} is not in the vocabulary (ids 0 to {self.n_vocab - 1})"
             ) from None
 
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """The lowest id that is not the same bytes in the other; None if there is none."""
+        if self._bytes == other._bytes:
+            return None
+        ids = self._bytes.keys() | other._bytes.keys()
+        return min(id for id in ids if self._bytes.get(id) != other._bytes.get(id))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD.
 
