@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptile.kernels import Ops
     from gptile.model.config import PRESETS, GPT2Config
+    from gptile.model.drafting import DraftModel, PromptLookup
     from gptile.model.errors import UserError
     from gptile.model.generation import Completion, TokenEvent, generate, stream
     from gptile.model.gpt2 import GPT2, GPT2Output
@@ -28,6 +29,8 @@ _HOMES = {
     "Ops": "kernels",
     "GPT2Config": "model.config",
     "PRESETS": "model.config",
+    "DraftModel": "model.drafting",
+    "PromptLookup": "model.drafting",
     "UserError": "model.errors",
     "Completion": "model.generation",
     "TokenEvent": "model.generation",
@@ -53,10 +56,12 @@ __all__ = [
     "CheckpointError",
     "Completion",
     "ContextLengthError",
+    "DraftModel",
     "GPT2Config",
     "GPT2Output",
     "KVCache",
     "Ops",
+    "PromptLookup",
     "SamplingParams",
     "TokenEvent",
     "Tokenizer",

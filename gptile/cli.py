@@ -32,6 +32,12 @@ from gptile.console import (
 from gptile.decoding import choose_decode_step, decoding_options
 from gptile.model.errors import UserError
 from gptile.scoring import evaluate
+from gptile.speculation import (
+    choose_speculation,
+    print_statistics,
+    speculation_options,
+    statistics_record,
+)
 from gptile.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -119,6 +125,8 @@ def cli() -> None:
         "TRITON_INTERPRET=1 gptile generate --kernels triton --max-new-tokens 8 'ROMEO:'",
         "gptile generate --model DIR --ids '50256 464'",
         "gptile generate --model gpt2 --engine fast --weights int8 'Once upon a time'",
+        "gptile generate --model gpt2-xl --draft gpt2 --device cuda 'Once upon a time'",
+        "gptile generate --draft lookup --temperature 0 'To be, or not to be, or'",
     )
 )
 @click.argument("prompt", required=False)
@@ -131,6 +139,7 @@ def cli() -> None:
 @click.option("--ids", "as_ids", is_flag=True, help="Prompt and output are token ids.")
 @model_options
 @decoding_options
+@speculation_options
 @click.option("--max-new-tokens", type=int, help="[default: what the context has room for]")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="0 keeps all.")
@@ -153,6 +162,8 @@ def generate(
     engine: str,
     weights: str,
     threads: int | None,
+    draft: str | None,
+    draft_tokens: int | None,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -177,36 +188,55 @@ def generate(
     given: str | list[int] = _parse_ids(text) if as_ids else text
     where = parse_device(device)
     ops = parse_kernels(kernels, where, checkpoint.config)
+    speculation = choose_speculation(
+        draft,
+        draft_tokens,
+        model=model,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        dtype=parse_dtype(dtype),
+        device=where,
+        kernels=kernels,
+        engine=engine,
+        weights=weights,
+        threads=threads,
+    )
     with status(f"loading {model}"):
         loaded = checkpoint.load_model(dtype=parse_dtype(dtype), device=where, ops=ops)
+    engine = "plain" if speculation else engine
     step = choose_decode_step(loaded, engine, weights, threads, kernels)
+    how: Any = {"tokenizer": tokenizer, "decode_step": step, "speculate": speculation}
 
     from gptile.model.generation import generate as run
     from gptile.model.generation import stream
 
     if as_json:
         with status("generating"):
-            completions = run(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
+            completions = run(loaded, [given], params, **how)
         record = {
             "model": model,
             "prompt": given,
             "completions": [_completion_record(completion) for completion in completions],
         }
+        if speculation:
+            record["speculation"] = statistics_record(speculation.stats)
         click.echo(json.dumps(record, ensure_ascii=False))
     elif params.n > 1:
         with status("generating"):
-            completions = run(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
+            completions = run(loaded, [given], params, **how)
         for completion in completions:
             click.echo(f"--- sample {completion.sample_index + 1} of {params.n} ---")
             body = " ".join(map(str, completion.ids)) if as_ids else f"{text}{completion.text}"
             click.echo(body)
     else:
-        events = stream(loaded, [given], params, tokenizer=tokenizer, decode_step=step)
+        events = stream(loaded, [given], params, **how)
         click.echo("" if as_ids else text, nl=False)
         for index, event in enumerate(events):
             separator = " " if index else ""
             click.echo(f"{separator}{event.id}" if as_ids else event.text, nl=False)
         click.echo()
+    if speculation and not as_json:
+        print_statistics(speculation.stats)
 
 
 def _completion_record(completion: "Completion") -> dict[str, Any]:
