@@ -213,7 +213,7 @@ def generate(
     if as_json:
         with status("generating"):
             completions = run(loaded, [given], params, **how)
-        record = {
+        record: dict[str, Any] = {
             "model": model,
             "prompt": given,
             "completions": [_completion_record(completion) for completion in completions],
