@@ -129,7 +129,8 @@ def stream(
     decode_step: DecodeStep | None = None,
     speculate: "Speculation | None" = None,
 ) -> Iterator[TokenEvent]:
-    """:func:`generate`, token by token: the events of one step come in the order of the rows.
+    """:func:`generate`, token by token: the events of one step come in the order of the rows, those
+    of one row together where ``speculate`` makes them several.
 
     Bad input raises here, before the first event is asked for.
     """

@@ -13,8 +13,8 @@ of its own, fixed by (seed, position). The target makes that draw at each drafte
 drafted token is kept if it is the token drawn. So every token of the text is the target's draw
 after the tokens before it: token for token the text without speculation, whatever the temperature,
 the filters and the draft. (Up to rounding: a pass over several tokens may round its logits
-otherwise than a pass over one, which shows where two tokens tie to within that.) That its
-distribution is right needs no other proof.
+otherwise than a pass over one, which shows where two tokens tie to within that: hardly ever in
+fp32, now and then in 16 bits.) That its distribution is right needs no other proof.
 
 Both papers reject by another rule: keep a drafted token x with probability min(1, p(x) / q(x)),
 for target p and draft q, else draw from what p has more than q. Its text has the distribution of
@@ -22,10 +22,12 @@ p too, but depends on the draft. The two rules accept equally often where the dr
 its tokens (greedy, prompt look-up): with probability p(x). A draft model that samples is accepted
 less often by ours. It draws with the target's own random number, so that the same logits give the
 same token; by inverse transform the draws agree where the two tokens' intervals overlap, which is
-at most the papers' 1 - TV(p, q), the overlap of the probabilities. That is the cost. It buys texts
-that a seed fixes, with any draft or none ("drafter-invariant": Daliri et al. 2024,
-https://arxiv.org/abs/2408.07978), and needs neither the draft's probabilities nor further random
-numbers.
+at most the papers' 1 - TV(p, q), the overlap of the probabilities. That is the cost, and it is
+not small: between the demo and copies of it with noise on their weights, at temperature 1, ours
+accepts 0.69 where 1 - TV is 0.97, and 0.47 where it is 0.89. It buys texts that a seed fixes, with
+any draft or none ("drafter-invariant": Daliri et al. 2024, https://arxiv.org/abs/2408.07978, whose
+Gumbel draws agree more often, at a random number for every token of the vocabulary), and needs
+neither the draft's probabilities nor further random numbers.
 
 What drafts is in :mod:`gptile.model.drafting`.
 """
